@@ -1,0 +1,225 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of differential Llama models."""
+
+import copy
+from typing import Any, Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_rope_utils import RopeParameters
+
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_diffllama.DiffLlamaConfig",
+    "AutoModel": "modeling_diffllama.DiffLlamaModel",
+    "AutoModelForCausalLM": "modeling_diffllama.DiffLlamaForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_diffllama.DiffLlamaForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_diffllama.DiffLlamaForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_diffllama.DiffLlamaForQuestionAnswering",
+}
+"""Auto class -> the class that it loads, as `file.Class` in a Hub folder."""
+
+
+@strict
+class DiffLlamaConfig(PreTrainedConfig):
+    r"""
+    Configuration of a Llama whose attention is differential.
+
+    A differential head computes `(softmax(Q1 K1ᵀ/√d) - λ softmax(Q2 K2ᵀ/√d)) V`. The three fields from which engines
+    size caches and kernels describe the one attention call that computes every head of a layer. In the paper's words
+    (arXiv 2410.05258, section 2) a layer has `h` heads of width `d`, and values are `D = 2d` wide:
+
+    | field                 | value                        | 3B model of the paper (h = 12, d = 128) |
+    | --------------------- | ---------------------------- | --------------------------------------- |
+    | `num_attention_heads` | H = 2h, the softmax maps     | 24                                      |
+    | `num_key_value_heads` | key/value heads of width D   | 12                                      |
+    | `head_dim`            | D, width of keys and values  | 256                                     |
+
+    Args:
+        vocab_size (`int`, defaults to 32000):
+            Number of tokens.
+        hidden_size (`int`, defaults to 4096):
+            Width of the hidden states.
+        intermediate_size (`int`, defaults to 11008):
+            Width of the feed-forward layers.
+        num_hidden_layers (`int`, defaults to 32):
+            Number of decoder layers.
+        num_attention_heads (`int`, defaults to 32):
+            Number of softmax maps H, two for each differential head. Even.
+        num_key_value_heads (`int`, *optional*, defaults to `num_attention_heads // 2`):
+            Number of key/value heads. Divides the number of differential heads, `num_attention_heads // 2`.
+        head_dim (`int`, *optional*, defaults to `hidden_size // (num_attention_heads // 2)`):
+            Width D of keys and values. V1 splits a key into two of width d = D/2; V2 does not split.
+        diff_variant (`"v1"` or `"v2"`, defaults to `"v1"`):
+            `"v1"`: the paper. λ per layer from four learned vectors, RMSNorm over each head, times (1 - λ_init).
+            `"v2"`: microsoft/unilm's second version. λ = sigmoid of a projection, per token and head; two queries of
+            width D for each head on ordinary keys; no head norm.
+        lambda_init (`"exponential"` or a `float` in (0, 1), defaults to `"exponential"`):
+            λ_init, V1 only. `"exponential"` is 0.8 - 0.6·exp(-0.3·l) for layer l = 0, 1, …; a number is used in all
+            layers (the paper's ablation).
+        lambda_std_dev (`float`, defaults to 0.1):
+            Standard deviation with which the four λ vectors are initialised, V1 only.
+        head_norm (`bool`, defaults to `True`):
+            Whether heads are normalised, V1 only. `False` is the paper's ablation; it also drops the factor
+            (1 - λ_init), which is the scale of that norm.
+        head_norm_affine (`bool`, defaults to `True`):
+            Whether the head norm has a learned weight.
+        hidden_act (`str`, defaults to `"silu"`):
+            Activation of the feed-forward layers.
+        max_position_embeddings (`int`, defaults to 2048):
+            Longest sequence the model is meant for.
+        initializer_range (`float`, defaults to 0.02):
+            Standard deviation with which matrices are initialised.
+        rms_norm_eps (`float`, defaults to 1e-6):
+            ε of the layers' RMSNorm. The head norm's is 1e-5, as published.
+        use_cache (`bool`, defaults to `True`):
+            Whether keys and values are returned for generation.
+        pad_token_id, bos_token_id, eos_token_id (`int`, *optional*):
+            Special tokens; `eos_token_id` may be a list.
+        tie_word_embeddings (`bool`, defaults to `False`):
+            Whether the output layer is the embedding.
+        rope_parameters (`dict`, *optional*):
+            Rotary embedding: `rope_type` (`"default"`, `"linear"`, `"dynamic"`, `"yarn"`, `"longrope"`, `"llama3"`, …),
+            `rope_theta` and what the type needs. Applies to the width that is rotated, see `rotary_dim`.
+        attention_bias (`bool`, defaults to `False`):
+            Whether the query, key, value and output projections have biases.
+        attention_dropout (`float`, defaults to 0.0):
+            Dropout on each of the two softmax maps while training.
+        mlp_bias (`bool`, defaults to `False`):
+            Whether the feed-forward layers have biases.
+
+    Raises:
+        `huggingface_hub.errors.StrictDataclassError`: a field has the wrong type or value, or fields contradict each
+            other. The message names the field, the value received and the rule.
+    """
+
+    model_type = "diff_llama"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    base_model_tp_plan = {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.lambda_proj": "colwise",  # V2: its outputs are heads
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+    base_model_pp_plan = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    diff_variant: Literal["v1", "v2"] = "v1"
+    lambda_init: str | float = "exponential"
+    lambda_std_dev: int | float = 0.1
+    head_norm: bool = True
+    head_norm_affine: bool = True
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    tie_word_embeddings: bool = False
+    rope_parameters: RopeParameters | dict | None = None
+    attention_bias: bool = False
+    attention_dropout: int | float | None = 0.0
+    mlp_bias: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        heads = max(self.num_attention_heads // 2, 1)  # the rule for wrong counts is in validate_architecture
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = heads
+        if self.head_dim is None:
+            if self.hidden_size % heads:
+                raise ValueError(
+                    f"`head_dim` is not given and `hidden_size` ({self.hidden_size}) is not a multiple of the number "
+                    f"of differential heads ({heads} = num_attention_heads // 2): give `head_dim`."
+                )
+            self.head_dim = self.hidden_size // heads
+        # Every saved configuration says where its classes are, so that any folder of this model can be a Hub folder.
+        kwargs.setdefault("auto_map", dict(AUTO_MAP))
+        super().__post_init__(**kwargs)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Width of the vectors that are rotated: d = D/2 in V1 (each map has its own query and key), D in V2."""
+        assert self.head_dim is not None  # set in __post_init__
+        return self.head_dim // 2 if self.diff_variant == "v1" else self.head_dim
+
+    def rotary_config(self) -> "DiffLlamaConfig":
+        """A copy whose `head_dim` is `rotary_dim`, for code of transformers that rotates `head_dim`."""
+        config = copy.deepcopy(self)
+        config.head_dim = self.rotary_dim
+        return config
+
+    def validate_rope(self) -> None:
+        """Checks `rope_parameters` against the width that is rotated."""
+        super(DiffLlamaConfig, self.rotary_config()).validate_rope()
+        rope = self.rope_parameters or {}
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(
+                f"`rope_parameters['partial_rotary_factor']` must be 1.0 (whole vectors are rotated), got "
+                f"{rope['partial_rotary_factor']}."
+            )
+        for name in ("short_factor", "long_factor"):
+            factors = rope.get(name)
+            if factors is not None and len(factors) != self.rotary_dim // 2:
+                raise ValueError(
+                    f"`rope_parameters['{name}']` must have {self.rotary_dim // 2} numbers, half of the rotated width "
+                    f"{self.rotary_dim} (`head_dim`={self.head_dim}, `diff_variant`={self.diff_variant!r}), got "
+                    f"{len(factors)}."
+                )
+
+    def validate_architecture(self) -> None:
+        """Checks the fields against each other. Raises `ValueError` with the field, its value and the rule."""
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                     "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        if self.num_attention_heads % 2:
+            raise ValueError(
+                f"`num_attention_heads` must be even (two softmax maps for each differential head), got "
+                f"{self.num_attention_heads}."
+            )
+        heads = self.num_attention_heads // 2
+        if heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`num_key_value_heads` must divide the number of differential heads ({heads} = num_attention_heads // "
+                f"2), so that both maps of a head share a key, got {self.num_key_value_heads}."
+            )
+        multiple, why = (4, "two keys, each rotated in pairs") if self.diff_variant == "v1" else (2, "rotated in pairs")
+        if self.head_dim % multiple:
+            raise ValueError(
+                f"`head_dim` must be a multiple of {multiple} for diff_variant={self.diff_variant!r} ({why}), got "
+                f"{self.head_dim}."
+            )
+        if self.lambda_init != "exponential" and not (
+            isinstance(self.lambda_init, float) and 0.0 < self.lambda_init < 1.0
+        ):
+            raise ValueError(f"`lambda_init` must be 'exponential' or a float in (0, 1), got {self.lambda_init!r}.")
+        for name in ("lambda_std_dev", "initializer_range", "rms_norm_eps"):
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"`{name}` must be finite and not negative, got {getattr(self, name)}.")
+        if not 0.0 <= (self.attention_dropout or 0.0) < 1.0:
+            raise ValueError(f"`attention_dropout` must be in [0, 1), got {self.attention_dropout}.")
+        if getattr(self, "sliding_window", None) is not None:
+            raise ValueError(
+                f"`sliding_window` is not supported: every layer attends to the whole context, got "
+                f"{self.sliding_window}. Leave it out."
+            )
+
+
+__all__ = ["DiffLlamaConfig"]

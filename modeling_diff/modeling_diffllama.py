@@ -1,0 +1,435 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Differential Llama: a Llama whose attention is differential (arXiv 2410.05258).
+
+Letters in shapes: b batch, n tokens, m keys, h differential heads, d width of one map's query and key, D width of
+values.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    repeat_kv,
+)
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .configuration_diffllama import DiffLlamaConfig
+from .differential_attention import (
+    DiffLlamaRMSNorm,
+    at_least_float32,
+    combine_maps,
+    differential_maps,
+    exponential_lambda_init,
+    join_keys,
+    pad_queries,
+    vector_lambda,
+)
+
+
+HEAD_NORM_EPS = 1e-5  # as in microsoft/unilm's modules; the layers' own is `config.rms_norm_eps`
+
+
+class DiffLlamaRotaryEmbedding(LlamaRotaryEmbedding):
+    """Llama's rotary embedding, of every `rope_type`, for vectors of width `config.rotary_dim`."""
+
+    def __init__(self, config: DiffLlamaConfig) -> None:
+        super().__init__(config.rotary_config())
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float,
+    differential_lambda: torch.Tensor,
+    output_attentions: bool | None = None,
+    output_softmax_maps: bool = False,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention in plain PyTorch, softmax in float32 (float64 in a float64 model).
+
+    Args:
+        query: [b, 2h, n, D]. key, value: [b, num_key_value_heads, m, D].
+        attention_mask: added to the scores, broadcast to [b, 2h, n, m].
+        differential_lambda: λ, [1] or [b, n, h, 1]; only the returned maps need it.
+        output_attentions: whether to return maps; the configuration's flag by default.
+        output_softmax_maps: return the softmax maps themselves, not their difference.
+
+    Returns:
+        Outputs of both maps [b, n, 2h, D], and maps: differential [b, h, n, m], softmax [b, 2h, n, m], or `None`.
+    """
+    key = repeat_kv(key, module.num_key_value_groups)
+    value = repeat_kv(value, module.num_key_value_groups)
+    scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    maps = nn.functional.softmax(scores, dim=-1, dtype=at_least_float32(query.dtype)).to(query.dtype)
+    dropped = nn.functional.dropout(maps, p=dropout, training=module.training)
+    output = torch.matmul(dropped, value).transpose(1, 2).contiguous()
+    if output_attentions is None:
+        output_attentions = module.config.output_attentions
+    if not output_attentions:
+        return output, None
+    return output, maps if output_softmax_maps else differential_maps(maps, differential_lambda)
+
+
+class DiffLlamaAttention(nn.Module):
+    """Differential attention, V1 or V2, as one call of the configured attention function.
+
+    The call is ordinary grouped-query attention with 2h query heads on `num_key_value_heads` key/value heads of width
+    D, so every implementation of transformers, every cache and every engine that takes such a call computes it. Head
+    counts are read from tensors, never from the configuration: under tensor parallelism they are local.
+    """
+
+    def __init__(self, config: DiffLlamaConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.diff_variant = config.diff_variant
+        self.head_dim = config.head_dim
+        self.map_dim = config.rotary_dim  # d in V1, D in V2: width of one map's query and key
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.map_dim**-0.5
+        self.attention_dropout = config.attention_dropout or 0.0
+        self.is_causal = True
+
+        heads = config.num_attention_heads // 2
+        hidden_size, key_value_size = config.hidden_size, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden_size, config.num_attention_heads * self.map_dim, bias=config.attention_bias)
+        self.k_proj = nn.Linear(hidden_size, key_value_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(hidden_size, key_value_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, hidden_size, bias=config.attention_bias)
+
+        self.head_norm = None
+        if self.diff_variant == "v1":
+            self.lambda_init = (
+                exponential_lambda_init(layer_idx) if config.lambda_init == "exponential" else config.lambda_init
+            )
+            self.lambda_q1 = nn.Parameter(torch.empty(self.map_dim))
+            self.lambda_k1 = nn.Parameter(torch.empty(self.map_dim))
+            self.lambda_q2 = nn.Parameter(torch.empty(self.map_dim))
+            self.lambda_k2 = nn.Parameter(torch.empty(self.map_dim))
+            if config.head_norm:
+                self.head_norm = DiffLlamaRMSNorm(self.head_dim, HEAD_NORM_EPS, config.head_norm_affine)
+        else:
+            self.lambda_proj = nn.Linear(hidden_size, heads, bias=False)
+
+    def differential_lambda(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """λ in float32 (float64 in a float64 model): [1] in V1, [b, n, h, 1] in V2.
+
+        Args:
+            hidden_states: [b, n, hidden_size], this layer's normalised input. V1's λ does not depend on it.
+        """
+        if self.diff_variant == "v1":
+            return vector_lambda(self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2, self.lambda_init)
+        # Engines fuse the three projections that read `hidden_states` itself; the index keeps this one apart.
+        logits = self.lambda_proj(hidden_states[...])
+        return torch.sigmoid(logits.to(at_least_float32(logits.dtype))).unsqueeze(-1)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Args:
+            hidden_states: [b, n, hidden_size].
+            position_embeddings: cosines and sines, each [b, n, `config.rotary_dim`].
+            attention_mask: what `create_causal_mask` makes for the configured implementation.
+            past_key_values: cache to read and extend.
+
+        Returns:
+            Output [b, n, hidden_size], and what `eager_attention_forward` says of maps; other implementations have
+            none.
+        """
+        input_shape = hidden_states.shape[:-1]
+        query = self.q_proj(hidden_states).view(*input_shape, -1, self.map_dim)
+        key = self.k_proj(hidden_states).view(*input_shape, -1, self.map_dim)
+        value = self.v_proj(hidden_states).view(*input_shape, -1, self.head_dim)
+        differential_lambda = self.differential_lambda(hidden_states)
+
+        cos, sin = position_embeddings
+        query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
+        if self.diff_variant == "v1":
+            query, key = pad_queries(query), join_keys(key)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        attn_output, attn_weights = attention_interface(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            differential_lambda=differential_lambda,
+            **kwargs,
+        )
+
+        attn_output = attn_output.reshape(*input_shape, -1, self.head_dim)  # [b, n, 2h, D]
+        attn_output = combine_maps(attn_output, differential_lambda)  # [b, n, h, D]
+        if self.head_norm is not None:
+            attn_output = self.head_norm(attn_output) * (1 - self.lambda_init)
+        return self.o_proj(attn_output.flatten(-2)), attn_weights
+
+
+class DiffLlamaDecoderLayer(GradientCheckpointingLayer):
+    """Pre-norm decoder layer: differential attention, then SwiGLU."""
+
+    def __init__(self, config: DiffLlamaConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.hidden_size = config.hidden_size
+        self.self_attn = DiffLlamaAttention(config, layer_idx)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = DiffLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = DiffLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """[b, n, hidden_size] -> the same shape; `kwargs` are `DiffLlamaAttention`'s."""
+        attn_output, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attn_output
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class DiffLlamaPreTrainedModel(PreTrainedModel):
+    """What all differential Llama models share: initialisation and what they support."""
+
+    config_class = DiffLlamaConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DiffLlamaDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": DiffLlamaDecoderLayer, "attentions": DiffLlamaAttention}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, DiffLlamaAttention) and module.diff_variant == "v1":
+            for vector in (module.lambda_q1, module.lambda_k1, module.lambda_q2, module.lambda_k2):
+                init.normal_(vector, mean=0.0, std=self.config.lambda_std_dev)
+
+
+class DiffLlamaModel(DiffLlamaPreTrainedModel):
+    """The differential Llama decoder without a head."""
+
+    def __init__(self, config: DiffLlamaConfig) -> None:
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(DiffLlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = DiffLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = DiffLlamaRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            input_ids: token ids [b, n]; or
+            inputs_embeds: embeddings [b, n, hidden_size]. Exactly one of the two.
+            attention_mask: [b, n] (with a cache [b, m]), 0 where there is padding, left or right.
+            position_ids: [b, n]. Positions that restart within a row, without a mask and a cache, are packed
+                sequences, none of which sees another.
+            past_key_values: keys and values of earlier tokens, any cache of transformers without a sliding window.
+            use_cache: whether to return a cache; the configuration's flag by default.
+            output_attentions (in `kwargs`): return each layer's differential maps A1 - λ·A2, signed, [b, h, n, m], as
+                `attentions`. Needs `attn_implementation="eager"`.
+            output_softmax_maps (in `kwargs`): with `output_attentions`, return the two softmax maps of each head
+                instead, as neighbours, [b, 2h, n, m].
+            output_hidden_states (in `kwargs`): return every layer's input and the last output, each
+                [b, n, hidden_size].
+
+        Returns:
+            `last_hidden_state` [b, n, hidden_size], `past_key_values` and what was asked for.
+
+        Raises:
+            `ValueError`: none or both of `input_ids` and `inputs_embeds` are given.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_length
+            position_ids = position_ids.unsqueeze(0)
+
+        causal_mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
+
+        hidden_states = inputs_embeds
+        for layer in self.layers[: self.config.num_hidden_layers]:  # early-exit drafting lowers the count
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=causal_mask,
+                position_embeddings=position_embeddings,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+
+class DiffLlamaForCausalLM(DiffLlamaPreTrainedModel, GenerationMixin):
+    """The differential Llama language model."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+
+    def __init__(self, config: DiffLlamaConfig) -> None:
+        super().__init__(config)
+        self.model = DiffLlamaModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """
+        Args:
+            labels: [b, n], -100 where no token is to be predicted; shifted here.
+            logits_to_keep: how many of the last tokens get logits, or their indices; 0 is all.
+            The others: see `DiffLlamaModel.forward`.
+
+        Returns:
+            `logits` [b, n, vocab_size], `loss` if there are labels, and what `DiffLlamaModel` returns.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+# The generic heads below bring their `forward`. Their `__init__` finds the base model by the *name* of the
+# configuration class, which transformers' own `diffllama` also has, so each head builds its base model itself.
+
+
+class DiffLlamaForSequenceClassification(GenericForSequenceClassification, DiffLlamaPreTrainedModel):
+    """Differential Llama with one label for a sequence, read at its last token that is not padding."""
+
+    def __init__(self, config: DiffLlamaConfig) -> None:
+        DiffLlamaPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = DiffLlamaModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+class DiffLlamaForTokenClassification(GenericForTokenClassification, DiffLlamaPreTrainedModel):
+    """Differential Llama with one label for a token."""
+
+    def __init__(self, config: DiffLlamaConfig) -> None:
+        DiffLlamaPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = DiffLlamaModel(config)
+        classifier_dropout = getattr(config, "classifier_dropout", None)
+        self.dropout = nn.Dropout(0.1 if classifier_dropout is None else classifier_dropout)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+
+class DiffLlamaForQuestionAnswering(GenericForQuestionAnswering, DiffLlamaPreTrainedModel):
+    """Differential Llama that marks the answer's first and last token in a text."""
+
+    def __init__(self, config: DiffLlamaConfig) -> None:
+        DiffLlamaPreTrainedModel.__init__(self, config)
+        self.model = DiffLlamaModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+
+__all__ = [
+    "DiffLlamaForCausalLM",
+    "DiffLlamaForQuestionAnswering",
+    "DiffLlamaForSequenceClassification",
+    "DiffLlamaForTokenClassification",
+    "DiffLlamaModel",
+    "DiffLlamaPreTrainedModel",
+]

@@ -1,0 +1,66 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""diffllama: differential attention (arXiv 2410.05258) as a Hugging Face model.
+
+`import diffllama` makes transformers' Auto classes know the model. It imports neither torch nor transformers by
+itself: registration happens when transformers' Auto classes are imported, or now if they already are.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from diffllama._registration import register_when_needed
+
+
+if TYPE_CHECKING:
+    from diffllama.conversion import convert
+    from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
+    from diffllama.modeling_diff.modeling_diffllama import (
+        DiffLlamaForCausalLM,
+        DiffLlamaForQuestionAnswering,
+        DiffLlamaForSequenceClassification,
+        DiffLlamaForTokenClassification,
+        DiffLlamaModel,
+        DiffLlamaPreTrainedModel,
+    )
+
+__version__ = "0.1.0"
+
+_MODELS = "diffllama.modeling_diff.modeling_diffllama"
+_HOMES = {
+    "DiffLlamaConfig": "diffllama.modeling_diff.configuration_diffllama",
+    "DiffLlamaForCausalLM": _MODELS,
+    "DiffLlamaForQuestionAnswering": _MODELS,
+    "DiffLlamaForSequenceClassification": _MODELS,
+    "DiffLlamaForTokenClassification": _MODELS,
+    "DiffLlamaModel": _MODELS,
+    "DiffLlamaPreTrainedModel": _MODELS,
+    "convert": "diffllama.conversion",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in ("configuration", "conversion", "hub_cards", "modeling_diff"):
+        return importlib.import_module(f"diffllama.{name}")
+    raise AttributeError(f"module 'diffllama' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_when_needed()
+
+__all__ = [
+    "DiffLlamaConfig",
+    "DiffLlamaForCausalLM",
+    "DiffLlamaForQuestionAnswering",
+    "DiffLlamaForSequenceClassification",
+    "DiffLlamaForTokenClassification",
+    "DiffLlamaModel",
+    "DiffLlamaPreTrainedModel",
+    "__version__",
+    "convert",
+]

@@ -1,0 +1,86 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Registration with transformers' Auto classes, no earlier than anyone needs it.
+
+transformers takes seconds to import and the model's code more, while `import diffllama` should cost nothing. So the
+configuration is registered as soon as transformers' `AutoConfig` is imported, and the models when the first
+configuration is made: no Auto class can look a model up before that. (Not when `AutoModel` is imported: modules that
+the model needs import `AutoModel` half-way through themselves.)
+"""
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+class _AfterImport(MetaPathFinder):
+    """Calls `action` once, right after the module `name` has been imported."""
+
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        self.name, self.action = name, action
+
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_then_act(module: ModuleType) -> None:
+                execute(module)
+                self.action()
+
+            spec.loader.exec_module = execute_then_act  # type: ignore[method-assign]
+        return spec
+
+
+def register_config() -> None:
+    """Registers `DiffLlamaConfig` with `AutoConfig`, and the models when one is made.
+
+    transformers has a `DiffLlamaConfig` of its own, for another architecture (`diffllama`); `exist_ok` lets the class
+    of the same name stand beside it.
+    """
+    from transformers.models.auto.configuration_auto import AutoConfig
+
+    from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
+
+    AutoConfig.register(DiffLlamaConfig.model_type, DiffLlamaConfig, exist_ok=True)
+    DiffLlamaConfig.register_for_auto_class()  # save_pretrained then writes the code beside config.json
+    make = DiffLlamaConfig.__init__
+
+    @functools.wraps(make)
+    def register_models_and_make(self: DiffLlamaConfig, *args: Any, **kwargs: Any) -> None:
+        DiffLlamaConfig.__init__ = make  # type: ignore[method-assign]
+        register_models()
+        make(self, *args, **kwargs)
+
+    DiffLlamaConfig.__init__ = register_models_and_make  # type: ignore[method-assign]
+
+
+def register_models() -> None:
+    """Registers every model class with the Auto class that the configuration's `auto_map` names for it."""
+    from transformers.models.auto import modeling_auto
+
+    from diffllama.modeling_diff import modeling_diffllama
+    from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
+
+    for auto_class, reference in AUTO_MAP.items():
+        if auto_class != "AutoConfig":
+            model_class = getattr(modeling_diffllama, reference.partition(".")[2])
+            getattr(modeling_auto, auto_class).register(DiffLlamaConfig, model_class, exist_ok=True)
+            model_class.register_for_auto_class(auto_class)
+
+
+def register_when_needed() -> None:
+    """Registers now if `AutoConfig` is imported already, else right after it is."""
+    auto = "transformers.models.auto.configuration_auto"
+    if auto in sys.modules:
+        register_config()
+    else:
+        sys.meta_path.insert(0, _AfterImport(auto, register_config))
