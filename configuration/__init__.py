@@ -1,0 +1,87 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The paper's model sizes and, for each differential model, the Transformer that it is compared with."""
+
+import functools
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+    from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
+
+
+@functools.cache
+def _presets() -> dict[str, dict[str, Any]]:
+    text = resources.files(__name__).joinpath("presets.yaml").read_text(encoding="utf-8")
+    return {name: fields for name, fields in yaml.safe_load(text).items() if name != "common"}
+
+
+def preset_names() -> list[str]:
+    """Names that `preset` knows: the paper's main model `"3b"` and its scaling study."""
+    return list(_presets())
+
+
+def preset(name: str, **overrides: Any) -> "DiffLlamaConfig":
+    """The configuration of one of the paper's models (arXiv 2410.05258, sections 3.1 and 3.2).
+
+    Args:
+        name: one of `preset_names()`.
+        overrides: fields of `DiffLlamaConfig` to set otherwise, such as `vocab_size`.
+
+    Raises:
+        ValueError: there is no preset of that name.
+    """
+    from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
+
+    if name not in _presets():
+        raise ValueError(f"No preset {name!r}. Known: {', '.join(preset_names())}.")
+    return DiffLlamaConfig(**{**_presets()[name], **overrides})
+
+
+# Fields that mean the same in a LlamaConfig and a DiffLlamaConfig.
+SHARED_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "use_cache",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "rope_parameters",
+    "attention_bias",
+    "attention_dropout",
+    "mlp_bias",
+    "dtype",
+)
+
+
+def baseline(config: "DiffLlamaConfig") -> "LlamaConfig":
+    """The Transformer of the same depth, width and cost in parameters that a differential model is compared with.
+
+    V1: twice the heads, of width d = D/2 (paper, section 3). V2: h heads of width D, to which DIFF V2 adds a second
+    query each. Keys and values take the same room in a cache either way.
+    """
+    from transformers import LlamaConfig
+
+    split = 2 if config.diff_variant == "v1" else 1  # keys of the Transformer in the width of one of ours
+    shared = {field: getattr(config, field) for field in SHARED_FIELDS}
+    return LlamaConfig(
+        **shared,
+        num_attention_heads=config.num_attention_heads // 2 * split,
+        num_key_value_heads=config.num_key_value_heads * split,
+        head_dim=config.rotary_dim,
+    )
+
+
+__all__ = ["SHARED_FIELDS", "baseline", "preset", "preset_names"]
