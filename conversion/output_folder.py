@@ -1,0 +1,54 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Output folders that appear complete or not at all."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def new_folder(dest: Path, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary folder beside `dest` that becomes `dest` when the block ends without an exception.
+
+    If the block fails, is interrupted, or `dest` cannot be replaced, the temporary folder is removed and what stood at
+    `dest` before stands there still.
+
+    Args:
+        dest: the folder to make; its parents are made too.
+        overwrite: whether a `dest` that exists and is not empty is replaced.
+
+    Raises:
+        FileExistsError: `dest` is a file, or a folder that is not empty and `overwrite` is false.
+    """
+    dest = Path(os.path.abspath(dest))
+    check_free(dest, overwrite)
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{dest.name}.", dir=dest.parent))
+    try:
+        new = work / "new"
+        new.mkdir()  # mkdtemp's own folder is closed to others; this one has the usual permissions
+        yield new
+        check_free(dest, overwrite)
+        if dest.exists():
+            old = dest.rename(work / "old")
+            try:
+                new.rename(dest)
+            except BaseException:
+                old.rename(dest)
+                raise
+        else:
+            new.rename(dest)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def check_free(dest: Path, overwrite: bool) -> None:
+    """Raises `FileExistsError` unless `dest` may be made or replaced."""
+    if dest.exists() and not dest.is_dir():
+        raise FileExistsError(f"{dest} is a file. Name a folder.")
+    if dest.is_dir() and any(dest.iterdir()) and not overwrite:
+        raise FileExistsError(f"{dest} exists and is not empty. Name another folder or overwrite it with --overwrite.")
