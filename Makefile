@@ -11,7 +11,7 @@ PROMPT ?=
 export PROMPT
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help demo test test-oldest test-gpu lint types wheel figure bench clean
+.PHONY: help demo test test-oldest test-gpu lint types wheel check-wheel bench figure clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list.
@@ -52,14 +52,26 @@ lint: $(VENV)/.dev ## Check style and formatting.
 	$(RUN) -m ruff format --check .
 
 types: $(VENV)/.dev ## Check types.
-	$(RUN) -m mypy
+	$(RUN) $(PIP_INSTALL) -q --no-deps --upgrade --target build/types .
+	MYPYPATH=build/types $(RUN) -m mypy
 
 wheel: $(VENV)/.dev ## Build dist/*.whl.
 	rm -rf dist build
 	$(RUN) -m build --wheel
 
+check-wheel: wheel ## Install the wheel into an empty environment and use it there.
+	rm -rf .venv-wheel
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python $(PIP_INSTALL) -q $(TORCH)
+	.venv-wheel/bin/python $(PIP_INSTALL) -q dist/*.whl
+	cd dist && ../.venv-wheel/bin/diffllama --version && ../.venv-wheel/bin/python ../examples/check_install.py
+	rm -rf .venv-wheel
+
+bench: $(VENV)/.dev ## Time whole models beside their peers.
+	$(RUN) -m benchmarks.whole_model
+
 figure: $(VENV)/.dev ## Draw the README's figure from the demo model.
 	$(RUN) examples/draw_maps.py
 
 clean: ## Remove environments and what was built.
-	rm -rf $(VENV) $(OLDEST) build dist demo
+	rm -rf $(VENV) $(OLDEST) .venv-wheel build dist demo

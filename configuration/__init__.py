@@ -74,6 +74,7 @@ def baseline(config: "DiffLlamaConfig") -> "LlamaConfig":
     """
     from transformers import LlamaConfig
 
+    assert config.num_key_value_heads is not None  # set when the configuration is made
     split = 2 if config.diff_variant == "v1" else 1  # keys of the Transformer in the width of one of ours
     shared = {field: getattr(config, field) for field in SHARED_FIELDS}
     return LlamaConfig(

@@ -185,6 +185,8 @@ class DiffLlamaConfig(PreTrainedConfig):
 
     def validate_architecture(self) -> None:
         """Checks the fields against each other. Raises `ValueError` with the field, its value and the rule."""
+        assert self.num_key_value_heads is not None  # set in __post_init__
+        assert self.head_dim is not None
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                      "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
             if getattr(self, name) < 1:

@@ -57,7 +57,7 @@ class DiffLlamaRotaryEmbedding(LlamaRotaryEmbedding):
 
 
 def eager_attention_forward(
-    module: nn.Module,
+    module: "DiffLlamaAttention",
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -89,9 +89,7 @@ def eager_attention_forward(
     maps = nn.functional.softmax(scores, dim=-1, dtype=at_least_float32(query.dtype)).to(query.dtype)
     dropped = nn.functional.dropout(maps, p=dropout, training=module.training)
     output = torch.matmul(dropped, value).transpose(1, 2).contiguous()
-    if output_attentions is None:
-        output_attentions = module.config.output_attentions
-    if not output_attentions:
+    if not (module.config.output_attentions if output_attentions is None else output_attentions):
         return output, None
     return output, maps if output_softmax_maps else differential_maps(maps, differential_lambda)
 
@@ -106,6 +104,8 @@ class DiffLlamaAttention(nn.Module):
 
     def __init__(self, config: DiffLlamaConfig, layer_idx: int) -> None:
         super().__init__()
+        assert config.num_key_value_heads is not None  # set when the configuration is made
+        assert config.head_dim is not None
         self.config = config
         self.layer_idx = layer_idx
         self.diff_variant = config.diff_variant
@@ -125,9 +125,8 @@ class DiffLlamaAttention(nn.Module):
 
         self.head_norm = None
         if self.diff_variant == "v1":
-            self.lambda_init = (
-                exponential_lambda_init(layer_idx) if config.lambda_init == "exponential" else config.lambda_init
-            )
+            constant = config.lambda_init
+            self.lambda_init = exponential_lambda_init(layer_idx) if isinstance(constant, str) else constant
             self.lambda_q1 = nn.Parameter(torch.empty(self.map_dim))
             self.lambda_k1 = nn.Parameter(torch.empty(self.map_dim))
             self.lambda_q2 = nn.Parameter(torch.empty(self.map_dim))
@@ -264,9 +263,9 @@ class DiffLlamaModel(DiffLlamaPreTrainedModel):
     @capture_outputs
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
@@ -345,12 +344,12 @@ class DiffLlamaForCausalLM(DiffLlamaPreTrainedModel, GenerationMixin):
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
+        labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
@@ -395,7 +394,7 @@ class DiffLlamaForSequenceClassification(GenericForSequenceClassification, DiffL
     """Differential Llama with one label for a sequence, read at its last token that is not padding."""
 
     def __init__(self, config: DiffLlamaConfig) -> None:
-        DiffLlamaPreTrainedModel.__init__(self, config)
+        super(GenericForSequenceClassification, self).__init__(config)
         self.num_labels = config.num_labels
         self.model = DiffLlamaModel(config)
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
@@ -406,7 +405,7 @@ class DiffLlamaForTokenClassification(GenericForTokenClassification, DiffLlamaPr
     """Differential Llama with one label for a token."""
 
     def __init__(self, config: DiffLlamaConfig) -> None:
-        DiffLlamaPreTrainedModel.__init__(self, config)
+        super(GenericForTokenClassification, self).__init__(config)
         self.num_labels = config.num_labels
         self.model = DiffLlamaModel(config)
         classifier_dropout = getattr(config, "classifier_dropout", None)
@@ -419,7 +418,7 @@ class DiffLlamaForQuestionAnswering(GenericForQuestionAnswering, DiffLlamaPreTra
     """Differential Llama that marks the answer's first and last token in a text."""
 
     def __init__(self, config: DiffLlamaConfig) -> None:
-        DiffLlamaPreTrainedModel.__init__(self, config)
+        super(GenericForQuestionAnswering, self).__init__(config)
         self.model = DiffLlamaModel(config)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()

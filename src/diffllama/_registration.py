@@ -56,11 +56,11 @@ def register_config() -> None:
 
     @functools.wraps(make)
     def register_models_and_make(self: DiffLlamaConfig, *args: Any, **kwargs: Any) -> None:
-        DiffLlamaConfig.__init__ = make  # type: ignore[method-assign]
+        setattr(DiffLlamaConfig, "__init__", make)  # noqa: B010 - type checkers refuse to see a method assigned
         register_models()
         make(self, *args, **kwargs)
 
-    DiffLlamaConfig.__init__ = register_models_and_make  # type: ignore[method-assign]
+    setattr(DiffLlamaConfig, "__init__", register_models_and_make)  # noqa: B010 - likewise
 
 
 def register_models() -> None:

@@ -1,0 +1,44 @@
+"""Masks under which attention is compared with the truth."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a model is given, and what each token may see.
+
+    Attributes:
+        attention_mask: [b, n] or `None`, as users give it.
+        position_ids: [b, n].
+        visible: [b, n, n], whether query i sees key j.
+        real: [b, n], false for padding.
+    """
+
+    attention_mask: torch.Tensor | None
+    position_ids: torch.Tensor
+    visible: torch.Tensor
+    real: torch.Tensor
+
+
+def batch(kind: str, n: int) -> Batch:
+    """Two rows of `n` tokens: `causal`, `left` or `right` padded by different amounts, or `packed`."""
+    causal = torch.ones(n, n, dtype=torch.bool).tril().expand(2, n, n)
+    positions = torch.arange(n).expand(2, n)
+    real = torch.ones(2, n, dtype=torch.bool)
+    if kind == "causal":
+        return Batch(None, positions, causal, real)
+    if kind == "packed":
+        first = n // 3 + 1
+        positions = torch.cat((torch.arange(first), torch.arange(n - first))).expand(2, n)
+        document = (torch.arange(n) >= first).expand(2, n)
+        return Batch(None, positions, causal & (document[:, :, None] == document[:, None, :]), real)
+    padding = torch.tensor([n // 3, 1])
+    distance = torch.arange(n) if kind == "left" else torch.arange(n).flip(0)
+    real = distance[None] >= padding[:, None]
+    positions = (real.cumsum(-1) - 1).clamp(min=0)
+    return Batch(real.long(), positions, causal & real[:, None, :] & real[:, :, None], real)
+
+
+KINDS = ("causal", "left", "right", "packed")

@@ -1,0 +1,333 @@
+import json
+import logging
+import math
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub.errors import StrictDataclassError
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import VARIANTS, tiny_config
+
+import diffllama
+from diffllama import DiffLlamaConfig
+from diffllama.modeling_diff import modeling_diffllama
+
+
+GEOMETRY = ("num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+def saved(config: DiffLlamaConfig, folder: Path) -> dict[str, Any]:
+    """What `save_pretrained` writes to config.json."""
+    config.save_pretrained(folder)
+    return json.loads((folder / "config.json").read_text())
+
+
+def reread(config: DiffLlamaConfig) -> DiffLlamaConfig:
+    """The configuration after a trip through JSON."""
+    return DiffLlamaConfig.from_dict(json.loads(config.to_json_string()))
+
+
+@pytest.fixture
+def transformers_warnings() -> Iterator[list[str]]:
+    """What transformers logs as a warning or worse during the test."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.Logger.warning_once.cache_clear()  # else a warning that an earlier test provoked stays away
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+def test_defaults_are_those_of_llama_7b_with_half_as_many_heads_of_twice_the_width() -> None:
+    config = DiffLlamaConfig()
+    assert [getattr(config, name) for name in GEOMETRY] == [32, 16, 256]
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (32000, 4096, 11008)
+    assert (config.num_hidden_layers, config.max_position_embeddings) == (32, 2048)
+    assert (config.diff_variant, config.lambda_init, config.lambda_std_dev) == ("v1", "exponential", 0.1)
+    assert config.head_norm is config.head_norm_affine is config.use_cache is True
+    assert config.attention_bias is config.mlp_bias is config.tie_word_embeddings is False
+    assert (config.hidden_act, config.initializer_range, config.rms_norm_eps) == ("silu", 0.02, 1e-6)
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, None)
+    assert config.attention_dropout == 0.0
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+    assert config.rotary_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("fields", "geometry"),
+    [
+        ({}, [32, 16, 256]),
+        ({"num_attention_heads": 24, "hidden_size": 3072}, [24, 12, 256]),
+        ({"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}, [8, 2, 16]),
+        ({"num_attention_heads": 2}, [2, 1, 4096]),
+    ],
+)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_config_json_always_has_the_geometry_in_numbers(
+    fields: dict[str, int], geometry: list[int], variant: str, tmp_path: Path
+) -> None:
+    written = saved(DiffLlamaConfig(diff_variant=variant, **fields), tmp_path)
+    assert [written[name] for name in GEOMETRY] == geometry
+    assert written["model_type"] == "diff_llama"
+    assert written["diff_variant"] == variant
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"lambda_init": 0.8, "lambda_std_dev": 0, "head_norm": False, "head_norm_affine": False},
+        {"eos_token_id": [1, 2], "pad_token_id": None, "attention_bias": True, "mlp_bias": True, "dtype": "bfloat16"},
+        {"attention_dropout": 0.1, "tie_word_embeddings": True, "use_cache": False, "hidden_act": "gelu"},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}, "num_labels": 5},
+    ],
+    ids=lambda fields: ",".join(fields) or "plain",
+)
+def test_a_folder_gives_back_the_configuration(variant: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    config = tiny_config(variant, **fields)
+    assert reread(config) == config
+    first = saved(config, tmp_path / "first")
+    loaded = DiffLlamaConfig.from_pretrained(tmp_path / "first")
+    for name in {*fields, *GEOMETRY, "diff_variant", "rope_parameters", "auto_map"}:
+        assert getattr(loaded, name) == getattr(config, name)
+    assert saved(loaded, tmp_path / "second") == first
+
+
+LONGROPE = {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 128}
+
+# fields -> the message: the field, what was received, the rule
+REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    *(
+        ({name: value}, (f"`{name}`", f"got {value}", "at least 1"))
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+        )  # fmt: skip
+        for value in (0, -2)
+    ),
+    ({"num_attention_heads": 7}, ("`num_attention_heads`", "got 7", "even")),
+    ({"num_attention_heads": 1}, ("`num_attention_heads`", "got 1", "even")),
+    ({"num_key_value_heads": 3}, ("`num_key_value_heads`", "got 3", "divide the number of differential heads (4")),
+    ({"num_key_value_heads": 8}, ("`num_key_value_heads`", "got 8", "divide the number of differential heads (4")),
+    ({"head_dim": 18}, ("`head_dim`", "got 18", "multiple of 4", "'v1'")),
+    ({"head_dim": 2}, ("`head_dim`", "got 2", "multiple of 4", "'v1'")),
+    ({"variant": "v2", "head_dim": 17}, ("`head_dim`", "got 17", "multiple of 2", "'v2'")),
+    ({"head_dim": None, "hidden_size": 66}, ("`head_dim`", "`hidden_size` (66)", "multiple", "(4 = num_attention")),
+    ({"variant": "v3"}, ("'diff_variant'", "got v3", "'v1', 'v2'")),
+    ({"variant": None}, ("'diff_variant'", "got None", "'v1', 'v2'")),
+    *(
+        ({"lambda_init": value}, ("`lambda_init`", f"got {value!r}", "'exponential' or a float in (0, 1)"))
+        for value in (0.0, 1.0, -0.1, math.nan, math.inf, "foo", "0.5")
+    ),
+    ({"lambda_init": 1}, ("'lambda_init'", "int (value: 1)", "float")),
+    *(
+        ({name: value}, (f"`{name}`", f"got {value}", "finite and not negative"))
+        for name in ("lambda_std_dev", "initializer_range", "rms_norm_eps")
+        for value in (-0.1, math.nan, math.inf)
+    ),
+    *(
+        ({"attention_dropout": value}, ("`attention_dropout`", f"got {value}", "[0, 1)"))
+        for value in (1.0, -0.1, 1, math.nan)
+    ),
+    ({"sliding_window": 128}, ("`sliding_window`", "got 128", "not supported")),
+    ({"sliding_window": 0}, ("`sliding_window`", "got 0", "not supported")),
+    ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "got 0.5", "1.0")),
+    (
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.25}},
+        ("partial_rotary_factor", "got 0.25", "1.0"),
+    ),
+    ({"rope_parameters": {"rope_type": "linear"}}, ("rope_parameters", "'linear'", "factor")),
+    *(
+        (
+            {"variant": variant, "rope_parameters": LONGROPE | {name: [1.0] * wrong, other: [1.0] * right}},
+            (f"['{name}']", f"got {wrong}", f"must have {right} numbers", repr(variant)),
+        )
+        for name, other in (("short_factor", "long_factor"), ("long_factor", "short_factor"))
+        for variant, wrong, right in (("v1", 8, 4), ("v2", 4, 8))
+    ),
+    (
+        {"rope_parameters": LONGROPE | {"short_factor": None, "long_factor": [1.0] * 4}},
+        ("short_factor", "None", "4 numbers"),
+    ),
+    ({"hidden_size": 64.0}, ("'hidden_size'", "float (value: 64.0)", "int")),
+    ({"num_hidden_layers": "2"}, ("'num_hidden_layers'", "str (value: '2')", "int")),
+    ({"num_attention_heads": None}, ("'num_attention_heads'", "NoneType", "int")),
+    ({"vocab_size": True}, ("'vocab_size'", "bool (value: True)", "int")),
+    ({"head_dim": "16"}, ("'head_dim'", "str (value: '16')", "int")),
+    ({"head_norm": "yes"}, ("'head_norm'", "str (value: 'yes')", "bool")),
+    ({"attention_bias": 1}, ("'attention_bias'", "int (value: 1)", "bool")),
+    ({"hidden_act": None}, ("'hidden_act'", "NoneType", "str")),
+    ({"rms_norm_eps": "1e-6"}, ("'rms_norm_eps'", "str (value: '1e-6')", "float")),
+    ({"eos_token_id": ["</s>"]}, ("'eos_token_id'", "str (value: '</s>')", "int")),
+    ({"rope_parameters": [1.0]}, ("'rope_parameters'", "list (value: [1.0])", "dict")),
+]
+refused = pytest.mark.parametrize(
+    ("fields", "told"), REFUSED, ids=[re.sub(r"[{}'\" ]", "", str(fields)) for fields, _ in REFUSED]
+)
+
+
+@refused
+def test_a_wrong_value_is_refused_with_its_field_value_and_rule(fields: dict[str, Any], told: tuple[str, ...]) -> None:
+    with pytest.raises(StrictDataclassError) as error:
+        tiny_config(**fields)
+    assert [part for part in told if part not in str(error.value)] == []
+
+
+@refused
+def test_a_wrong_config_json_is_refused_likewise(fields: dict[str, Any], told: tuple[str, ...], tmp_path: Path) -> None:
+    fields = {"diff_variant" if name == "variant" else name: value for name, value in fields.items()}
+    (tmp_path / "config.json").write_text(json.dumps(saved(tiny_config(), tmp_path) | fields))
+    with pytest.raises(StrictDataclassError) as error:
+        DiffLlamaConfig.from_pretrained(tmp_path)
+    assert [part for part in told if part not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attention_chunk_size": 2},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"layer_types": ["chunked_attention"] * 2, "attention_chunk_size": 2},
+        {"layer_types": ["linear_attention"] * 2},
+    ],
+    ids=str,
+)
+def test_fields_with_which_caches_forget_keys_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(StrictDataclassError, match=next(iter(fields))):
+        tiny_config(**fields)
+
+
+def test_a_configuration_that_became_wrong_is_not_saved(tmp_path: Path) -> None:
+    config = tiny_config()
+    config.num_key_value_heads = 3
+    with pytest.raises(StrictDataclassError, match="`num_key_value_heads`"):
+        config.save_pretrained(tmp_path)
+    assert not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"lambda_init": 1e-6},
+        {"lambda_init": 0.999},
+        {"lambda_std_dev": 0},
+        {"attention_dropout": None},
+        {"attention_dropout": 0},
+        {"sliding_window": None},
+        {"layer_types": ["full_attention"] * 2},
+        {"partial_rotary_factor": 1.0},
+        {"head_dim": None},
+        {"head_dim": 24},
+        {"variant": "v2", "head_dim": 18},
+        {"num_key_value_heads": 1},
+        {"num_key_value_heads": 4},
+        {"eos_token_id": [1, 2]},
+        {"max_position_embeddings": 1},
+    ],
+    ids=str,
+)
+def test_values_at_the_edge_of_a_rule_are_accepted(fields: dict[str, Any]) -> None:
+    config = tiny_config(**fields)
+    for name, value in fields.items():
+        if value is not None and name not in ("variant", "partial_rotary_factor"):
+            assert getattr(config, name) == value
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic", "yarn", "longrope", "llama3"])
+def test_every_rope_type_is_accepted_without_a_warning(
+    variant: str, rope_type: str, transformers_warnings: list[str]
+) -> None:
+    half = 4 if variant == "v1" else 8
+    rope = {
+        "default": {},
+        "linear": {"factor": 2.0},
+        "dynamic": {"factor": 2.0},
+        "yarn": {"factor": 2.0, "original_max_position_embeddings": 128, "beta_fast": 32.0, "beta_slow": 1.0},
+        "longrope": LONGROPE | {"short_factor": [1.0] * half, "long_factor": [2.0] * half},
+        "llama3": {
+            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+        },
+    }[rope_type]  # fmt: skip
+    rope = {"rope_type": rope_type, "rope_theta": 5e5, **rope}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = tiny_config(variant, rope_parameters=dict(rope))
+        assert reread(config) == config
+    assert config.rope_parameters == rope
+    assert transformers_warnings == []
+
+
+def test_the_warnings_that_the_previous_test_misses_are_seen(transformers_warnings: list[str]) -> None:
+    tiny_config(rope_parameters={"rope_type": "linear", "factor": 0.5})
+    assert len(transformers_warnings) == 1
+
+
+def test_auto_map_names_a_class_of_ours_for_every_auto_class(tmp_path: Path) -> None:
+    models = set(modeling_diffllama.__all__) - {"DiffLlamaPreTrainedModel"}
+    auto_map = saved(tiny_config(), tmp_path)["auto_map"]
+    assert auto_map.pop("AutoConfig") == "configuration_diffllama.DiffLlamaConfig"
+    assert {name.replace("AutoModel", "DiffLlama") if name != "AutoModel" else "DiffLlamaModel": ref
+            for name, ref in auto_map.items()} == {name: f"modeling_diffllama.{name}" for name in models}  # fmt: skip
+    assert models | {"DiffLlamaPreTrainedModel", "DiffLlamaConfig"} <= set(diffllama.__all__)
+
+
+def test_auto_maps_of_two_configurations_are_two_objects() -> None:
+    first, second = tiny_config(), tiny_config()
+    first.auto_map["AutoModel"] = "x.Y"
+    assert second.auto_map["AutoModel"] == tiny_config().auto_map["AutoModel"] == "modeling_diffllama.DiffLlamaModel"
+
+
+def test_rotary_config_is_a_copy_with_only_another_head_dim() -> None:
+    config = tiny_config("v1")
+    rotary = config.rotary_config()
+    assert (config.head_dim, rotary.head_dim) == (16, 8)
+    rotary.rope_parameters["rope_theta"] = 1.0
+    assert config.rope_parameters["rope_theta"] == 10000.0
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> dict[str, Any]:
+    """Fields of a valid configuration of any geometry."""
+    variant = draw(st.sampled_from(VARIANTS))
+    heads = draw(st.integers(1, 64))
+    return {
+        "variant": variant,
+        "hidden_size": draw(st.integers(1, 8192)),
+        "num_attention_heads": 2 * heads,
+        "num_key_value_heads": draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0])),
+        "head_dim": draw(st.integers(1, 128)) * (4 if variant == "v1" else 2),
+    }
+
+
+@given(geometries())
+def test_any_valid_geometry_is_accepted_and_survives_json(fields: dict[str, Any]) -> None:
+    config = tiny_config(**fields)
+    assert reread(config) == config
+    assert [getattr(config, name) for name in GEOMETRY] == [fields[name] for name in GEOMETRY]
+    assert config.rotary_dim == (fields["head_dim"] // 2 if fields["variant"] == "v1" else fields["head_dim"])
+    assert config.rotary_config().head_dim == config.rotary_dim
+    assert config.rotary_dim % 2 == 0
+
+
+@given(geometries(), st.integers(1, 32))
+def test_head_dim_and_key_value_heads_follow_from_the_width(fields: dict[str, Any], quarter: int) -> None:
+    heads = fields["num_attention_heads"] // 2
+    fields |= {"head_dim": None, "num_key_value_heads": None, "hidden_size": 4 * quarter * heads}
+    config = tiny_config(**fields)
+    assert (config.num_key_value_heads, config.head_dim) == (heads, 4 * quarter)
+    assert reread(config) == config

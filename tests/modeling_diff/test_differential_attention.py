@@ -1,0 +1,85 @@
+import math
+
+import pytest
+import reference
+import torch
+
+from diffllama.modeling_diff.differential_attention import (
+    DiffLlamaRMSNorm,
+    combine_maps,
+    differential_maps,
+    exponential_lambda_init,
+    join_keys,
+    pad_queries,
+    vector_lambda,
+)
+
+
+@pytest.mark.parametrize(
+    ("layer", "value"), [(0, 0.2), (1, 0.3555090676), (2, 0.4707130183), (11, 0.7778700996), (27, 0.7998178765)]
+)
+def test_lambda_init_has_the_papers_values(layer: int, value: float) -> None:
+    assert exponential_lambda_init(layer) == pytest.approx(value, abs=1e-9)
+
+
+def test_padded_queries_times_joined_keys_are_the_two_products() -> None:
+    query, key = torch.randn(2, 5, 6, 4), torch.randn(2, 5, 6, 4)
+    padded, joined = pad_queries(query), join_keys(key)
+    assert padded.shape == (2, 5, 6, 8)
+    assert joined.shape == (2, 5, 3, 8)
+    for head in range(3):
+        for half in range(2):
+            product = (padded[:, :, 2 * head + half] * joined[:, :, head]).sum(-1)
+            torch.testing.assert_close(product, (query * key).sum(-1)[:, :, 2 * head + half])
+    assert torch.count_nonzero(padded[:, :, 0::2, 4:]) == torch.count_nonzero(padded[:, :, 1::2, :4]) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_lambda_is_computed_in_float32_or_better(dtype: torch.dtype) -> None:
+    q1, k1, q2, k2 = torch.randn(4, 64).to(dtype)
+    value = vector_lambda(q1, k1, q2, k2, 0.2)
+    truth = math.exp(q1.double() @ k1.double()) - math.exp(q2.double() @ k2.double()) + 0.2
+    assert value.shape == (1,)
+    assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert value.item() == pytest.approx(truth, rel=1e-12 if dtype == torch.float64 else 1e-5)
+
+
+@pytest.mark.parametrize("lambda_shape", [(1,), (2, 5, 3, 1)], ids=["one λ", "λ per token and head"])
+def test_half_precision_maps_are_combined_in_float32(lambda_shape: tuple[int, ...]) -> None:
+    output = torch.randn(2, 5, 6, 8).bfloat16()
+    lam = torch.rand(lambda_shape)
+    combined = combine_maps(output, lam)
+    exact = output[:, :, 0::2].double() - lam.double() * output[:, :, 1::2].double()
+    assert combined.dtype == torch.bfloat16
+    torch.testing.assert_close(combined, exact.float().bfloat16(), rtol=0, atol=0)
+
+
+def test_equal_maps_and_half_lambda_leave_exactly_half() -> None:
+    output = torch.randn(2, 5, 3, 8).bfloat16().repeat_interleave(2, dim=2)
+    assert torch.equal(combine_maps(output, torch.full((1,), 0.5)), output[:, :, ::2] / 2)
+
+
+def test_differential_maps_subtract_neighbours_for_each_query() -> None:
+    maps, lam = torch.rand(2, 6, 5, 7), torch.rand(2, 5, 3, 1)
+    result = differential_maps(maps, lam)
+    assert result.shape == (2, 3, 5, 7)
+    for head in range(3):
+        expected = maps[:, 2 * head] - lam[:, :, head] * maps[:, 2 * head + 1]
+        torch.testing.assert_close(result[:, head], expected)
+
+
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+def test_rms_norm_is_exact_in_float64_and_has_no_weight_unless_affine(affine: bool) -> None:
+    norm = DiffLlamaRMSNorm(12, eps=1e-5, elementwise_affine=affine).double()
+    if affine:
+        torch.nn.init.normal_(norm.weight)
+    x = torch.randn(3, 12, dtype=torch.float64) * 1e-3  # small, so that ε counts
+    torch.testing.assert_close(norm(x), reference.rms_norm(x, norm.weight, 1e-5), rtol=1e-14, atol=0)
+    assert len(list(norm.parameters())) == affine
+
+
+def test_rms_norm_computes_half_precision_in_float32() -> None:
+    x = torch.randn(4, 256).half() * 300  # squares overflow float16
+    norm = DiffLlamaRMSNorm(256, eps=1e-5).half()
+    assert norm(x).dtype == torch.float16
+    torch.testing.assert_close(norm(x).double(), reference.rms_norm(x.double(), None, 1e-5), rtol=1e-3, atol=1e-4)

@@ -1,0 +1,399 @@
+import copy
+import math
+
+import pytest
+import reference
+import torch
+from cases import KINDS, Batch, batch
+from tiny import VARIANTS, tiny_config, tiny_model, tokens
+from torch import nn
+from transformers.masking_utils import create_causal_mask
+
+from diffllama import (
+    DiffLlamaForCausalLM,
+    DiffLlamaForQuestionAnswering,
+    DiffLlamaForSequenceClassification,
+    DiffLlamaForTokenClassification,
+    DiffLlamaModel,
+)
+from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention
+
+
+HEADS = 4
+
+
+def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
+    """max|value - truth| / max|truth|, NaN if a value is not finite."""
+    return ((value.double() - truth.double()).abs().max() / truth.double().abs().max()).item()
+
+
+def attention_layer(variant: str, key_value_heads: int, implementation: str, **fields: object) -> DiffLlamaAttention:
+    """Layer 1 of a tiny model, with random norms too."""
+    config = tiny_config(variant, num_attention_heads=2 * HEADS, num_key_value_heads=key_value_heads, **fields)
+    config._attn_implementation = implementation
+    torch.manual_seed(1)
+    layer = DiffLlamaAttention(config, layer_idx=1)
+    for name, parameter in layer.named_parameters():
+        nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.3 if "lambda_" in name else 0.1)
+    return layer
+
+
+def run_layer(layer: DiffLlamaAttention, x: torch.Tensor, given: Batch) -> torch.Tensor:
+    """The layer's output for hidden states [b, n, hidden], masked as the model masks it."""
+    width = layer.config.rotary_dim
+    frequencies = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    angles = (given.position_ids.double()[..., None] * frequencies).repeat(1, 1, 2)
+    mask = create_causal_mask(
+        config=layer.config,
+        inputs_embeds=x,
+        attention_mask=given.attention_mask,
+        past_key_values=None,
+        position_ids=given.position_ids,
+    )
+    return layer(x, (angles.cos().to(x.dtype), angles.sin().to(x.dtype)), mask)[0]
+
+
+def true_layer(weights: dict[str, torch.Tensor], x: torch.Tensor, given: Batch, config: object) -> torch.Tensor:
+    """The truth for the same hidden states."""
+    rows = [
+        reference.attention(
+            x[i],
+            weights,
+            given.position_ids[i],
+            given.visible[i],
+            variant=config.diff_variant,
+            layer=1,
+            heads=HEADS,
+            key_value_heads=config.num_key_value_heads,
+        )[0]
+        for i in range(len(x))
+    ]
+    return torch.stack(rows)
+
+
+def loss_direction(weights: dict[str, torch.Tensor], x: torch.Tensor, given: Batch, config: object) -> torch.Tensor:
+    """Random weights of the outputs, for a loss whose gradient of λ does not cancel.
+
+    V1's λ is one number, and its gradient a sum over all tokens and heads. Under purely random weights the terms
+    cancel, and float32's rounding of them counts a hundredfold against the small rest. So the weights have the signs
+    with which a larger λ moves the outputs.
+    """
+    with torch.no_grad():
+        direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+        if config.diff_variant == "v1":
+            more = weights | {"lambda_q1": weights["lambda_q1"] + weights["lambda_k1"]}
+            shift = true_layer(more, x, given, config) - true_layer(weights, x, given, config)
+            direction = direction.abs() * shift.sign()
+    return direction[given.real]
+
+
+def outputs_and_gradients(
+    output: torch.Tensor, direction: torch.Tensor, x: torch.Tensor, weights: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The outputs, and the gradients of their sum weighted by `direction`."""
+    gradients = torch.autograd.grad((output * direction.to(output.dtype)).sum(), [x, *weights.values()])
+    return {"output": output.detach(), "hidden_states": gradients[0], **dict(zip(weights, gradients[1:], strict=True))}
+
+
+@pytest.mark.parametrize("n", [7, 13])
+@pytest.mark.parametrize("key_value_heads", [4, 2, 1], ids=["MHA", "groups of 2", "groups of 4"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "tolerance"),
+    [("eager", torch.float64, 1e-10), ("eager", torch.float32, 2e-6), ("sdpa", torch.float32, 2e-6)],
+    ids=["eager-float64", "eager-float32", "sdpa-float32"],
+)
+def test_attention_and_every_gradient_equal_the_papers_formulas(
+    implementation: str, dtype: torch.dtype, tolerance: float, variant: str, kind: str, key_value_heads: int, n: int
+) -> None:
+    # A key bias moves all scores of a query almost alike, so its gradient is what cancellation leaves: float64 only
+    layer = attention_layer(
+        variant, key_value_heads, implementation, head_dim=12, attention_bias=dtype == torch.float64
+    ).to(dtype)
+    given, config, weights = batch(kind, n), layer.config, dict(layer.named_parameters())
+    x = torch.randn(2, n, 64, generator=torch.Generator().manual_seed(n)).to(dtype).requires_grad_()
+    true_x = x.detach().double().requires_grad_()
+    true_weights = {name: p.detach().double().requires_grad_() for name, p in weights.items()}
+
+    direction = loss_direction(true_weights, true_x, given, config)
+    ours = outputs_and_gradients(run_layer(layer, x, given)[given.real], direction, x, weights)
+    true_output = true_layer(true_weights, true_x, given, config)[given.real]
+    truth = outputs_and_gradients(true_output, direction, true_x, true_weights)
+    errors = {name: relative_error(ours[name], truth[name]) for name in truth}
+    assert {name: error for name, error in errors.items() if not error <= tolerance} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key_value_heads", [4, 1], ids=["MHA", "groups of 4"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_flex_attention_equals_the_papers_formulas(variant: str, kind: str, key_value_heads: int) -> None:
+    # torch has no backward of flex_attention on the CPU; its gradients are compared on a GPU (test_gpu.py)
+    layer = attention_layer(variant, key_value_heads, "flex_attention").eval()
+    given = batch(kind, 13)
+    x = torch.randn(2, 13, 64, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        ours = run_layer(layer, x, given)[given.real]
+        weights = {k: p.double() for k, p in layer.named_parameters()}
+        truth = true_layer(weights, x.double(), given, layer.config)[given.real]
+    assert relative_error(ours, truth) <= 2e-6
+
+
+def true_logits(model: DiffLlamaForCausalLM, input_ids: torch.Tensor, given: Batch, dtype: torch.dtype) -> torch.Tensor:
+    """The truth's logits with the model's weights, in `dtype`."""
+    weights = {k: p.detach().to(dtype) for k, p in model.state_dict().items()}
+    rows = [
+        reference.language_model(input_ids[i], weights, given.position_ids[i], given.visible[i], model.config)
+        for i in range(len(input_ids))
+    ]
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", pytest.param("flex_attention", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_whole_model_equals_the_papers_formulas(variant: str, kind: str, implementation: str) -> None:
+    model, given, input_ids = tiny_model(variant, attn_implementation=implementation), batch(kind, 13), tokens(2, 13)
+    logits = model(
+        input_ids, attention_mask=given.attention_mask, position_ids=given.position_ids, use_cache=False
+    ).logits
+    truth = true_logits(model, input_ids, given, torch.float64)
+    assert relative_error(logits[given.real], truth[given.real]) <= 1e-5
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bfloat16_loses_at_most_twice_what_plain_pytorch_loses(variant: str, implementation: str) -> None:
+    # An ordinary initialisation, as wide as the CPU allows: statistics over few outputs would decide nothing
+    model = tiny_model(variant, torch.bfloat16, implementation, hidden_size=128, head_dim=32, initializer_range=0.05)
+    given, input_ids = batch("causal", 65), tokens(2, 65)
+
+    def logits_and_gradients(dtype: torch.dtype, ours: bool) -> dict[str, torch.Tensor]:
+        weights = {k: p.detach().to(dtype).requires_grad_() for k, p in model.named_parameters()}
+        if ours:
+            logits = torch.func.functional_call(model, weights, (input_ids,), {"use_cache": False}).logits
+        else:
+            rows = [
+                reference.language_model(input_ids[i], weights, given.position_ids[i], given.visible[i], model.config)
+                for i in range(2)
+            ]
+            logits = torch.stack(rows)
+        loss = nn.functional.cross_entropy(logits[:, :-1].double().flatten(0, 1), input_ids[:, 1:].flatten())
+        gradients = torch.autograd.grad(loss, list(weights.values()))
+        return {"logits": logits.detach(), **dict(zip(weights, gradients, strict=True))}
+
+    truth, plain = logits_and_gradients(torch.float64, False), logits_and_gradients(torch.bfloat16, False)
+    ours = logits_and_gradients(torch.bfloat16, True)
+    excess = {}
+    for name in truth:
+        factor = 2 if name == "logits" else 3
+        error, allowed = relative_error(ours[name], truth[name]), factor * relative_error(plain[name], truth[name])
+        if not error <= allowed:
+            excess[name] = (error, allowed)
+    assert excess == {}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_output_attentions_are_the_signed_differential_maps(variant: str) -> None:
+    model, input_ids = tiny_model(variant), tokens(1, 9)
+    with torch.no_grad():
+        outputs = model.model(input_ids, output_attentions=True, output_hidden_states=True)
+        pairs = model.model(input_ids, output_attentions=True, output_softmax_maps=True).attentions
+    given = batch("causal", 9)
+    for i, layer in enumerate(model.model.layers):
+        x = layer.input_layernorm(outputs.hidden_states[i])[0].detach().double()
+        _, differential, softmaxes = reference.attention(
+            x,
+            {k: p.detach().double() for k, p in layer.self_attn.named_parameters()},
+            given.position_ids[0],
+            given.visible[0],
+            variant=variant,
+            layer=i,
+            heads=4,
+            key_value_heads=2,
+        )
+        assert outputs.attentions[i].shape == (1, 4, 9, 9)
+        assert pairs[i].shape == (1, 8, 9, 9)
+        assert relative_error(outputs.attentions[i][0], torch.stack(differential)) <= 1e-5
+        assert relative_error(pairs[i][0], torch.stack(softmaxes)) <= 1e-5
+    assert min(maps.min() for maps in outputs.attentions) < 0
+
+
+def test_maps_are_returned_only_when_asked_for() -> None:
+    model = tiny_model()
+    assert model(tokens(1, 5)).attentions is None
+    model.config.output_attentions = True
+    assert model(tokens(1, 5)).attentions[0].shape == (1, 4, 5, 5)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradient_checkpointing_changes_no_gradient(variant: str, use_reentrant: bool) -> None:
+    input_ids = tokens(2, 11)
+
+    def gradients(checkpointing: bool) -> dict[str, torch.Tensor]:
+        model = tiny_model(variant, attn_implementation="sdpa").train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            model.enable_input_require_grads()
+            assert model.model.layers[0].gradient_checkpointing
+        model(input_ids, labels=input_ids).loss.backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    plain, checkpointed = gradients(False), gradients(True)
+    assert [name for name in plain if not torch.equal(plain[name], checkpointed[name])] == []
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_optimizer_steps_reduce_the_loss_and_reach_every_parameter(variant: str, implementation: str) -> None:
+    model = tiny_model(variant, attn_implementation=implementation).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    input_ids, losses = tokens(4, 17), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(input_ids, labels=input_ids).loss
+        loss.backward()
+        without = [name for name, p in model.named_parameters() if p.grad is None or not torch.any(p.grad)]
+        assert without == []
+        losses.append(loss.item())
+        optimizer.step()
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_attention_dropout_acts_in_training_only() -> None:
+    model, input_ids = tiny_model(attention_dropout=0.5), tokens(1, 9)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids).logits, model(input_ids).logits)
+        model.train()
+        assert not torch.equal(model(input_ids).logits, model(input_ids).logits)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_float64_model_is_exact_up_to_its_rotary_tables(variant: str) -> None:
+    model, given, input_ids = tiny_model(variant, torch.float64), batch("causal", 2), tokens(2, 2)
+    given = Batch(None, torch.zeros_like(given.position_ids), given.visible, given.real)  # no rotation, no table
+    with torch.no_grad():
+        mask = torch.where(given.visible[:, None], 0.0, -math.inf).double()
+        logits = model(input_ids, attention_mask=mask, position_ids=given.position_ids, use_cache=False).logits
+    assert relative_error(logits, true_logits(model, input_ids, given, torch.float64)) <= 1e-13
+
+
+class TestInitialisation:
+    @staticmethod
+    def model(variant: str) -> DiffLlamaForCausalLM:
+        torch.manual_seed(0)
+        return DiffLlamaForCausalLM(
+            tiny_config(variant, hidden_size=512, head_dim=128, initializer_range=0.02, lambda_std_dev=0.1)
+        )
+
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_matrices_have_the_configured_standard_deviation_and_norms_are_one(self, variant: str) -> None:
+        for name, parameter in self.model(variant).named_parameters():
+            if "norm" in name:
+                assert torch.equal(parameter, torch.ones_like(parameter)), name
+            elif parameter.dim() == 2:
+                assert parameter.std().item() == pytest.approx(0.02, rel=0.05), name
+                assert abs(parameter.mean().item()) < 0.02 / math.sqrt(parameter.numel()) * 5, name
+
+    def test_lambda_vectors_have_their_own_standard_deviation(self) -> None:
+        vectors = torch.stack([p for name, p in self.model("v1").named_parameters() if ".lambda_" in name])
+        assert vectors.shape == (8, 64)  # two layers, four vectors of width d = D/2
+        assert vectors.std().item() == pytest.approx(0.1, rel=0.15)
+        assert len({tuple(v.tolist()) for v in vectors}) == 8
+
+    def test_lambda_starts_near_lambda_init_in_every_layer(self) -> None:
+        model = self.model("v1")
+        for i, layer in enumerate(model.model.layers):
+            assert layer.self_attn.lambda_init == pytest.approx(reference.lambda_init(i))
+            value = layer.self_attn.differential_lambda(torch.zeros(1, 1, 512)).item()
+            assert value == pytest.approx(reference.lambda_init(i), abs=0.5)
+
+    def test_a_constant_lambda_init_is_used_in_all_layers(self) -> None:
+        model = tiny_model(lambda_init=0.8)
+        assert [layer.self_attn.lambda_init for layer in model.model.layers] == [0.8, 0.8]
+
+
+@pytest.mark.parametrize(("variant", "width"), [("v1", 8), ("v2", 16)])
+def test_rotary_frequencies_are_those_of_the_rotated_width(variant: str, width: int) -> None:
+    model = tiny_model(variant)
+    expected = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq.double(), expected, rtol=1e-6, atol=0)
+
+
+class TestHeadNorm:
+    def test_output_has_root_mean_square_of_one_minus_lambda_init(self) -> None:
+        layer = attention_layer("v1", 2, "eager", head_norm_affine=False)
+        seen = []
+        layer.o_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        run_layer(layer, torch.randn(2, 7, 64), batch("causal", 7))
+        rms = seen[0].unflatten(-1, (HEADS, 16)).pow(2).mean(-1).sqrt()
+        torch.testing.assert_close(rms, torch.full_like(rms, 1 - reference.lambda_init(1)), rtol=1e-3, atol=0)
+
+    def test_without_it_heads_are_the_plain_difference(self) -> None:
+        with_norm = attention_layer("v1", 2, "eager", head_norm_affine=False)
+        without = attention_layer("v1", 2, "eager", head_norm=False)
+        without.load_state_dict(with_norm.state_dict())
+        seen: list[torch.Tensor] = []
+        for layer in (with_norm, without):
+            layer.o_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].unflatten(-1, (HEADS, 16))))
+            run_layer(layer, torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(0)), batch("causal", 7))
+        normed, plain = seen
+        expected = reference.rms_norm(plain, None, 1e-5) * (1 - reference.lambda_init(1))
+        torch.testing.assert_close(normed, expected)
+
+
+class TestTaskHeads:
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_sequence_classification_reads_the_last_real_token(self, variant: str) -> None:
+        torch.manual_seed(0)
+        model = DiffLlamaForSequenceClassification(tiny_config(variant, num_labels=3)).eval()
+        input_ids = tokens(2, 6)
+        input_ids[0, 4:] = 0  # padding
+        outputs = model(input_ids, attention_mask=(input_ids != 0).long(), labels=torch.tensor([0, 2]))
+        alone = model(input_ids[:1, :4]).logits
+        assert outputs.logits.shape == (2, 3)
+        torch.testing.assert_close(outputs.logits[:1], alone)
+        outputs.loss.backward()
+        assert torch.any(model.score.weight.grad)
+
+    def test_token_classification_labels_every_token(self) -> None:
+        model = DiffLlamaForTokenClassification(tiny_config(num_labels=5))
+        outputs = model(tokens(2, 6), labels=torch.randint(0, 5, (2, 6)))
+        assert outputs.logits.shape == (2, 6, 5)
+        assert outputs.loss.isfinite()
+
+    def test_question_answering_marks_start_and_end(self) -> None:
+        model = DiffLlamaForQuestionAnswering(tiny_config())
+        outputs = model(tokens(2, 6), start_positions=torch.tensor([0, 1]), end_positions=torch.tensor([2, 5]))
+        assert outputs.start_logits.shape == outputs.end_logits.shape == (2, 6)
+        assert outputs.loss.isfinite()
+
+
+def test_inputs_embeds_give_the_same_logits_and_both_or_neither_are_refused() -> None:
+    model, input_ids = tiny_model(), tokens(2, 5)
+    embeds = model.get_input_embeddings()(input_ids)
+    assert torch.equal(model(inputs_embeds=embeds).logits, model(input_ids).logits)
+    for arguments in ({}, {"input_ids": input_ids, "inputs_embeds": embeds}):
+        with pytest.raises(ValueError, match="exactly one of `input_ids` and `inputs_embeds`"):
+            model(**arguments)
+
+
+def test_logits_to_keep_computes_the_last_logits_only() -> None:
+    model, input_ids = tiny_model(), tokens(2, 7)
+    torch.testing.assert_close(model(input_ids, logits_to_keep=2).logits, model(input_ids).logits[:, -2:])
+
+
+def test_the_base_model_returns_hidden_states_first() -> None:
+    model = tiny_model()
+    assert isinstance(model.model, DiffLlamaModel)
+    assert model.model(tokens(2, 5), return_dict=False)[0].shape == (2, 5, 64)
+
+
+def test_config_is_not_changed_by_the_model() -> None:
+    config = tiny_config()
+    before = copy.deepcopy(config.to_dict())
+    DiffLlamaForCausalLM(config)
+    assert config.to_dict() == before

@@ -1,0 +1,60 @@
+"""Every command and every piece of code in README.md runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+from tiny import tiny_model, tiny_tokenizer
+from typer.testing import CliRunner
+
+from diffllama.cli import app
+
+
+ROOT = Path(__file__).parents[1]
+DEMO_FOLDER = "demo/SmolLM2-135M-Instruct-Diff"
+
+
+def blocks(language: str) -> list[str]:
+    """The README's code blocks in one language."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_python_code_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    folder = tmp_path / DEMO_FOLDER
+    tiny_model("v2").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    code = "\n".join(blocks("python")) + "\nassert differential[0].shape[1] * 2 == softmax[0].shape[1]\n"
+    # the paper's sizes are too large to be made here; the text makes only their configurations
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip(), "the pipeline's answer is printed"
+
+
+def test_every_make_target_that_the_text_names_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?m)(?:^|`)make ([a-z-]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert named >= {"demo", "test"}
+    assert named <= targets
+
+
+def test_continuous_integration_runs_the_readmes_test_command() -> None:
+    assert "\nmake test\n" in (ROOT / ".ci/run").read_text()
+    assert "make test " in blocks("sh")[0]
+
+
+@pytest.mark.parametrize(
+    "line", [line for block in blocks("sh") for line in block.splitlines() if "diffllama " in line]
+)
+def test_the_command_line_runs(line: str, tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "path/to/llama")
+    words = [str(tmp_path / word) if word.startswith("path/") else word for word in line.split()]
+    assert words[0] == "diffllama"
+    result = CliRunner().invoke(app, words[1:], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert (tmp_path / "path/to/new-folder/model.safetensors").is_file()

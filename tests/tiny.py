@@ -1,0 +1,64 @@
+"""Small models and inputs that the tests share."""
+
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from diffllama import DiffLlamaConfig, DiffLlamaForCausalLM
+
+
+VARIANTS = ("v1", "v2")
+
+
+def tiny_config(variant: str = "v1", **fields: Any) -> DiffLlamaConfig:
+    """Two layers, four differential heads of width 16 on two key/value heads."""
+    defaults = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,  # larger than usual, so that attention is far from uniform
+        "lambda_std_dev": 0.3,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    return DiffLlamaConfig(diff_variant=variant, **(defaults | fields))
+
+
+def tiny_model(
+    variant: str = "v1", dtype: torch.dtype = torch.float32, attn_implementation: str = "eager", **fields: Any
+) -> DiffLlamaForCausalLM:
+    """A language model with random weights, the same for the same arguments, in evaluation mode."""
+    config = tiny_config(variant, **fields)
+    torch.manual_seed(0)
+    model = DiffLlamaForCausalLM._from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
+    return model.to(dtype).eval()
+
+
+def tokens(*shape: int, vocab_size: int = 97, seed: int = 0) -> torch.Tensor:
+    """Random token ids without the padding token 0."""
+    return torch.randint(1, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A word-level tokenizer of 97 entries with a chat template; unknown words are one token."""
+    words = ["<pad>", "<s>", "</s>", "<unk>", "user", "assistant"]
+    vocabulary = {word: i for i, word in enumerate(words + [f"w{i}" for i in range(97 - len(words))])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    tokenizer.padding_side = "left"
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['role'] + ' ' + message['content'] + ' ' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+    )
+    return tokenizer
