@@ -3,45 +3,45 @@
 """Registration with transformers' Auto classes, no earlier than anyone needs it.
 
 transformers takes seconds to import and the model's code more, while `import diffllama` should cost nothing. So the
-configuration is registered as soon as transformers' `AutoConfig` is imported, and the models when the first
-configuration is made: no Auto class can look a model up before that. (Not when `AutoModel` is imported: modules that
-the model needs import `AutoModel` half-way through themselves.)
+configuration is registered as soon as transformers' `AutoConfig` or our own model package is imported, and the models
+when the first configuration is made: no Auto class can look a model up before that. (Not when `AutoModel` is imported:
+modules that the model needs import `AutoModel` half-way through themselves.)
 """
 
 import functools
+import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 
-class _AfterImport(MetaPathFinder):
-    """Calls `action` once, right after the module `name` has been imported."""
+AUTO_CONFIG = "transformers.models.auto.configuration_auto"
 
-    def __init__(self, name: str, action: Callable[[], None]) -> None:
-        self.name, self.action = name, action
+
+class _AfterAutoConfig(MetaPathFinder):
+    """Imports our model package once, right after the module of transformers' `AutoConfig` has been imported."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != self.name:
+        if fullname != AUTO_CONFIG:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def execute_then_act(module: ModuleType) -> None:
+            def execute_and_register(module: ModuleType) -> None:
                 execute(module)
-                self.action()
+                importlib.import_module("diffllama.modeling_diff")
 
-            spec.loader.exec_module = execute_then_act  # type: ignore[method-assign]
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
 
 
 def register_config() -> None:
-    """Registers `DiffLlamaConfig` with `AutoConfig`, and the models when one is made.
+    """Registers `DiffLlamaConfig` with `AutoConfig`, and the models when one is made. Called by `modeling_diff`.
 
     transformers has a `DiffLlamaConfig` of its own, for another architecture (`diffllama`); `exist_ok` lets the class
     of the same name stand beside it.
@@ -79,8 +79,7 @@ def register_models() -> None:
 
 def register_when_needed() -> None:
     """Registers now if `AutoConfig` is imported already, else right after it is."""
-    auto = "transformers.models.auto.configuration_auto"
-    if auto in sys.modules:
-        register_config()
+    if AUTO_CONFIG in sys.modules:
+        importlib.import_module("diffllama.modeling_diff")
     else:
-        sys.meta_path.insert(0, _AfterImport(auto, register_config))
+        sys.meta_path.insert(0, _AfterAutoConfig())

@@ -1,0 +1,449 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny import VARIANTS, tiny_model, tokens
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch._inductor import compile as inductor
+from transformers import (
+    Cache,
+    CompileConfig,
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    QuantizedCache,
+    StaticCache,
+    StoppingCriteria,
+    TextIteratorStreamer,
+    cache_utils,
+    pipeline,
+)
+
+from diffllama import DiffLlamaForCausalLM
+
+
+TOLERANCE = 1e-5  # absolute, on logits of order 1
+LENGTH = 12  # tokens of the prompts that are fed to caches
+PADDING = 4  # tokens of padding at the left of the shorter prompt
+
+
+def comparable_model(variant: str, implementation: str, dtype: torch.dtype = torch.float32) -> DiffLlamaForCausalLM:
+    """A model whose logits have a standard deviation of 0.8 and, in float32, rounding errors of 3e-6."""
+    return tiny_model(variant, dtype, implementation, initializer_range=0.1)
+
+
+def caches(model: DiffLlamaForCausalLM) -> dict[str, Cache]:
+    """Every kind of lossless cache there is on this device, empty."""
+    config, more = model.config, LENGTH + 3  # a static cache longer than what it holds
+    if model.device.type == "cuda":
+        return {
+            "dynamic, offloaded": DynamicCache(config=config, offloading=True),
+            "static, offloaded": StaticCache(config=config, max_cache_len=more, offloading=True),
+        }
+    return {
+        "dynamic": DynamicCache(config=config),
+        "dynamic, layers added as needed": DynamicCache(),
+        "static": StaticCache(config=config, max_cache_len=more),
+        "static, exactly full": StaticCache(config=config, max_cache_len=LENGTH),
+    }
+
+
+def padded_batch(device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """Two prompts, the second padded at the left, with positions as `generate` counts them."""
+    input_ids, mask = tokens(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
+    input_ids[1, :PADDING], mask[1, :PADDING] = 0, 0
+    batch = {"input_ids": input_ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def chunked_logits(
+    model: DiffLlamaForCausalLM, batch: dict[str, torch.Tensor], cache: Cache, chunks: tuple[int, ...]
+) -> torch.Tensor:
+    """Logits of all tokens, fed in chunks of these lengths."""
+    logits, start = [], int(cache.get_seq_length())
+    for end in (start + torch.tensor(chunks).cumsum(0)).tolist():
+        piece = {name: tensor[:, start:end] for name, tensor in batch.items()}
+        if "attention_mask" in batch:
+            piece["attention_mask"] = batch["attention_mask"][:, :end]
+        logits.append(model(**piece, past_key_values=cache, use_cache=True).logits)
+        start = end
+    return torch.cat(logits, dim=1)
+
+
+def difference(logits: torch.Tensor, truth: torch.Tensor) -> float:
+    """max|logits - truth|, for a truth of order 1."""
+    assert 0.5 < truth.std() < 2
+    return (logits - truth).abs().max().item()
+
+
+def check_every_cache(model: DiffLlamaForCausalLM, padded: bool, chunks: tuple[int, ...]) -> None:
+    batch = padded_batch(model.device) if padded else {"input_ids": tokens(2, LENGTH).to(model.device)}
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    truth = model(**batch, use_cache=False).logits[real]
+    kinds = caches(model)
+    errors = {kind: difference(chunked_logits(model, batch, kinds[kind], chunks)[real], truth) for kind in kinds}
+    assert {kind: error for kind, error in errors.items() if not error <= TOLERANCE} == {}
+
+
+CHUNKS = {"token by token": (1,) * LENGTH, "a prompt, then tokens": (8, 1, 1, 1, 1), "chunked prompt": (2, 5, 4, 1)}
+
+
+@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
+@pytest.mark.parametrize("padded", [False, True], ids=["unpadded", "left padded"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_cached_decoding_equals_the_full_forward(
+    variant: str, implementation: str, padded: bool, chunks: tuple[int, ...]
+) -> None:
+    check_every_cache(comparable_model(variant, implementation), padded, chunks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("padded", [False, True], ids=["unpadded", "left padded"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_decoding_with_an_offloaded_cache_equals_the_full_forward(variant: str, padded: bool) -> None:
+    # Offloading moves layers between devices on CUDA streams, so transformers has none on the CPU. float64, since
+    # kernels for one query and for many round differently
+    model = comparable_model(variant, "sdpa", torch.float64).to("cuda")
+    check_every_cache(model, padded, CHUNKS["a prompt, then tokens"])
+
+
+QUANTIZED = {  # backend: its package, and options by which some tokens stay exact (fp8 has no options)
+    "quanto": ("optimum.quanto", {"nbits": 4, "q_group_size": 16, "residual_length": LENGTH}),
+    "hqq": ("hqq", {"nbits": 4, "axis_key": 1, "axis_value": 1, "q_group_size": 16, "residual_length": LENGTH}),
+    "fp8": (None, {}),
+}
+
+
+class RoundedCache(DynamicCache):
+    """A dynamic cache with the prompt as a quantized cache has stored it, which rounds new tokens as that one does."""
+
+    def __init__(self, quantized: QuantizedCache) -> None:
+        stored = [(layer._quantized_keys, layer._quantized_values) for layer in quantized.layers]
+        prompt = [
+            tuple(layer._dequantize(states) for states in pair)
+            for layer, pair in zip(quantized.layers, stored, strict=True)
+        ]
+        super().__init__(prompt)
+        self.stored, self.quantized = stored, quantized
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any) -> Any:
+        layer = self.quantized.layers[layer_idx]
+        if not hasattr(layer, "residual_length"):  # no tokens stay exact: new ones are rounded with the prompt's scale
+            (_, key_scale), (_, value_scale) = self.stored[layer_idx]
+            keys = layer._dequantize(layer._quantize(keys, key_scale))
+            values = layer._dequantize(layer._quantize(values, value_scale))
+        return super().update(keys, values, layer_idx, *args)
+
+
+@pytest.mark.parametrize("backend", QUANTIZED)
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_a_quantized_cache_changes_nothing_but_the_rounding_of_what_it_stores(variant: str, backend: str) -> None:
+    package, options = QUANTIZED[backend]
+    if package:
+        pytest.importorskip(package, reason=f"caches quantized by {backend} need its package")
+    elif not hasattr(cache_utils, "Fp8QuantizedLayer"):
+        pytest.skip("this transformers has no fp8 cache")
+    model, batch, prompt = comparable_model(variant, "sdpa"), padded_batch(), 8
+    real = batch["attention_mask"].bool()
+    exact, quantized = DynamicCache(config=model.config), QuantizedCache(backend, model.config, **options)
+    truth = chunked_logits(model, batch, exact, (prompt,))
+    logits = chunked_logits(model, batch, quantized, (prompt,))
+    assert difference(logits[real[:, :prompt]], truth[real[:, :prompt]]) <= TOLERANCE  # nothing is rounded yet
+
+    rounded, single = RoundedCache(quantized), (1,) * (LENGTH - prompt)
+    assert not torch.equal(rounded.layers[0].keys, exact.layers[0].keys)
+    logits, truth = (chunked_logits(model, batch, cache, single) for cache in (quantized, rounded))
+    assert difference(logits, truth) <= TOLERANCE
+    assert not torch.allclose(logits, chunked_logits(model, batch, exact, single), atol=10 * TOLERANCE)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", pytest.param("flex_attention", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_packed_sequences_do_not_see_each_other(variant: str, implementation: str) -> None:
+    model = comparable_model(variant, implementation)
+    input_ids, lengths = tokens(2, 13), [(4, 1, 8), (6, 5, 2)]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    packed = model(input_ids, position_ids=positions, use_cache=False).logits
+    if implementation == "flex_attention":
+        model.set_attn_implementation("sdpa")  # rather than compile flex_attention for every length
+    alone = [
+        torch.cat([model(ids[None], use_cache=False).logits[0] for ids in row.split(sizes)])
+        for row, sizes in zip(input_ids, lengths, strict=True)
+    ]
+    assert difference(packed, torch.stack(alone)) <= TOLERANCE
+    assert difference(packed, model(input_ids, use_cache=False).logits) > 0.1  # as one sequence they differ
+
+
+def greedy(model: DiffLlamaForCausalLM, input_ids: torch.Tensor, new_tokens: int = 16, **options: Any) -> Any:
+    """`generate` without sampling."""
+    return model.generate(input_ids, do_sample=False, max_new_tokens=new_tokens, **options)
+
+
+@pytest.fixture(params=VARIANTS)
+def model(request: pytest.FixtureRequest) -> DiffLlamaForCausalLM:
+    return tiny_model(request.param, attn_implementation="sdpa")
+
+
+@pytest.fixture
+def calls(model: DiffLlamaForCausalLM) -> list[int]:
+    """Grows by the number of tokens of each forward of the model."""
+    lengths: list[int] = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    return lengths
+
+
+class TestGreedy:
+    def test_takes_the_most_likely_token_of_the_full_forward(self, model: DiffLlamaForCausalLM) -> None:
+        generated = greedy(model, tokens(2, 5))
+        with torch.no_grad():
+            predicted = model(generated, use_cache=False).logits.argmax(-1)
+        assert generated.shape == (2, 21)
+        assert torch.equal(generated[:, 5:], predicted[:, 4:-1])
+        assert len(set(generated[0, 5:].tolist())) > 4  # not one token again and again
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"use_cache": False},
+            {"cache_implementation": "dynamic"},
+            {"cache_implementation": "static"},
+            {"prefill_chunk_size": 3},
+            pytest.param({"cache_implementation": "offloaded"}, marks=pytest.mark.gpu),
+            pytest.param({"cache_implementation": "offloaded_static"}, marks=pytest.mark.gpu),
+        ],
+        ids=lambda options: ", ".join(f"{name}={value}" for name, value in options.items()),
+    )
+    def test_generates_the_same_however_keys_and_values_are_kept(
+        self, model: DiffLlamaForCausalLM, options: dict[str, Any]
+    ) -> None:
+        offloaded = "offloaded" in options.get("cache_implementation", "")
+        model, prompt = (model.double().cuda(), tokens(2, 8).cuda()) if offloaded else (model, tokens(2, 8))
+        assert torch.equal(greedy(model, prompt, disable_compile=True, **options), greedy(model, prompt))
+
+    def test_a_left_padded_batch_equals_each_prompt_alone(self, model: DiffLlamaForCausalLM) -> None:
+        prompts = [tokens(n, seed=n) for n in (3, 9, 6)]
+        mask = torch.stack([torch.arange(9) >= 9 - len(prompt) for prompt in prompts]).long()
+        batch = torch.stack([torch.cat((torch.zeros(9 - len(p), dtype=torch.long), p)) for p in prompts])
+        together = greedy(model, batch, attention_mask=mask)[:, 9:]
+        alone = [greedy(model, prompt[None])[0, len(prompt) :] for prompt in prompts]
+        assert torch.equal(together, torch.stack(alone))
+
+    def test_embeddings_generate_what_their_tokens_generate(self, model: DiffLlamaForCausalLM) -> None:
+        prompt = tokens(2, 6)
+        embeds = model.get_input_embeddings()(prompt)
+        generated = model.generate(inputs_embeds=embeds, do_sample=False, max_new_tokens=16)
+        assert torch.equal(generated, greedy(model, prompt)[:, 6:])
+
+    @pytest.mark.parametrize("kind", ["dynamic", "static"])
+    def test_goes_on_from_a_kept_cache(self, model: DiffLlamaForCausalLM, kind: str, calls: list[int]) -> None:
+        whole = greedy(model, tokens(1, 6), 16)
+        cache = DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, max_cache_len=22)
+        half = greedy(model, tokens(1, 6), 8, past_key_values=cache)
+        calls.clear()
+        assert torch.equal(greedy(model, half, 8, past_key_values=cache), whole)
+        assert calls == [1] * 8
+
+    def test_stops_at_the_end_token_and_pads(self, model: DiffLlamaForCausalLM) -> None:
+        free = greedy(model, tokens(2, 5))
+        end = free[0, 8].item()  # the fourth new token
+        stopped = greedy(model, tokens(2, 5), eos_token_id=end)
+        for row, expected in zip(stopped[:, 5:].tolist(), free[:, 5:].tolist(), strict=True):
+            kept = expected[: expected.index(end) + 1] if end in expected else expected
+            assert row == kept + [0] * (len(row) - len(kept))
+        assert 0 in stopped[0]
+
+    def test_stops_where_a_criterion_or_the_length_says(self, model: DiffLlamaForCausalLM) -> None:
+        class Ends(StoppingCriteria):
+            def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+                return torch.full((len(input_ids),), input_ids.shape[1] == 9)
+
+        free = greedy(model, tokens(1, 5))
+        assert torch.equal(greedy(model, tokens(1, 5), stopping_criteria=[Ends()]), free[:, :9])
+        assert torch.equal(model.generate(tokens(1, 5), do_sample=False, max_length=11), free[:, :11])
+
+    def test_generated_maps_are_differential_and_those_of_the_full_forward(self, model: DiffLlamaForCausalLM) -> None:
+        model.set_attn_implementation("eager")
+        generated = greedy(model, tokens(2, 5), 4, return_dict_in_generate=True, output_attentions=True)
+        with torch.no_grad():
+            full = model(generated.sequences, output_attentions=True).attentions
+        assert len(generated.attentions) == 4
+        for step, layers in enumerate(generated.attentions):
+            seen = 5 + step
+            queries = slice(0, 5) if step == 0 else slice(seen - 1, seen)
+            assert len(layers) == 2
+            for maps, truth in zip(layers, full, strict=True):
+                assert maps.shape == (2, 4, queries.stop - queries.start, seen)
+                assert (maps - truth[:, :, queries, :seen]).abs().max() <= TOLERANCE
+                assert maps.min() < 0
+
+
+class TestDrafts:
+    def test_drafts_of_an_assistant_do_not_change_the_tokens(
+        self, model: DiffLlamaForCausalLM, calls: list[int]
+    ) -> None:
+        expected = greedy(model, tokens(1, 7), 24)
+        assistant = tiny_model(model.config.diff_variant, attn_implementation="sdpa")
+        with torch.no_grad():
+            assistant.lm_head.weight += 0.1 * torch.randn(97, 64, generator=torch.Generator().manual_seed(1))
+        calls.clear()
+        assert torch.equal(greedy(model, tokens(1, 7), 24, assistant_model=assistant), expected)
+        assert 3 < len(calls) < 20  # some drafts were right, some wrong
+
+    def test_drafts_of_the_first_layer_do_not_change_the_tokens(self, model: DiffLlamaForCausalLM) -> None:
+        expected, runs = greedy(model, tokens(1, 7), 24), [0, 0]
+        for i, layer in enumerate(model.model.layers):
+            layer.register_forward_hook(lambda *_, i=i: runs.__setitem__(i, runs[i] + 1))
+        assert torch.equal(greedy(model, tokens(1, 7), 24, assistant_early_exit=1), expected)
+        assert runs[0] > runs[1] > 0
+
+    def test_drafts_from_the_prompt_do_not_change_the_tokens(
+        self, model: DiffLlamaForCausalLM, calls: list[int]
+    ) -> None:
+        prompt = tokens(1, 4).repeat(1, 5)
+        expected = greedy(model, prompt, 24, eos_token_id=2)
+        calls.clear()
+        assert torch.equal(greedy(model, prompt, 24, eos_token_id=2, prompt_lookup_num_tokens=3), expected)
+        assert max(calls[1:]) > 1  # drafts were checked
+
+
+class TestSampling:
+    def test_a_seed_fixes_the_tokens(self, model: DiffLlamaForCausalLM) -> None:
+        def sample(seed: int) -> torch.Tensor:
+            torch.manual_seed(seed)
+            return model.generate(tokens(2, 5), do_sample=True, top_p=0.9, temperature=0.8, max_new_tokens=16)
+
+        assert torch.equal(sample(0), sample(0))
+        assert not torch.equal(sample(0), sample(1))
+
+    def test_several_samples_of_each_prompt_differ(self, model: DiffLlamaForCausalLM) -> None:
+        torch.manual_seed(0)
+        samples = model.generate(tokens(2, 5), do_sample=True, num_return_sequences=3, max_new_tokens=16)
+        assert samples.shape == (6, 21)
+        assert torch.equal(samples[:, :5], tokens(2, 5).repeat_interleave(3, dim=0))
+        assert len({tuple(row.tolist()) for row in samples}) == 6
+
+    def test_sampling_from_one_candidate_is_greedy(self, model: DiffLlamaForCausalLM) -> None:
+        sampled = model.generate(tokens(2, 5), do_sample=True, top_k=1, max_new_tokens=16)
+        assert torch.equal(sampled, greedy(model, tokens(2, 5)))
+
+
+class TestBeams:
+    def test_scores_are_the_mean_log_probabilities_of_the_full_forward(self, model: DiffLlamaForCausalLM) -> None:
+        beams = {"num_beams": 3, "num_return_sequences": 3, "return_dict_in_generate": True, "output_scores": True}
+        found = greedy(model, tokens(2, 5), 8, **beams)
+        with torch.no_grad():
+            log_probabilities = model(found.sequences, use_cache=False).logits.log_softmax(-1)[:, 4:-1]
+        truth = log_probabilities.gather(-1, found.sequences[:, 5:, None]).squeeze(-1).mean(-1)
+        assert len({tuple(row.tolist()) for row in found.sequences}) == 6
+        assert (found.sequences_scores - truth).abs().max() <= TOLERANCE
+
+    def test_a_beam_for_every_token_finds_the_most_likely_pair(self, model: DiffLlamaForCausalLM) -> None:
+        prompt, vocabulary = tokens(1, 5), torch.arange(97)
+        with torch.no_grad():
+            first = model(prompt).logits[0, -1].log_softmax(-1)
+            then = model(torch.cat((prompt.expand(97, 5), vocabulary[:, None]), dim=1)).logits[:, -1].log_softmax(-1)
+        best = (first[:, None] + then).argmax().item()
+        found = greedy(model, prompt, 2, num_beams=97)
+        assert found[0, 5:].tolist() == [best // 97, best % 97]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compiled_decoding_with_a_static_cache_generates_the_same(variant: str) -> None:
+    model, batch = tiny_model(variant, attn_implementation="sdpa"), padded_batch()
+    prompts = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    expected = greedy(model, **prompts)
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return inductor(graph, inputs)
+
+    compiling = CompileConfig(fullgraph=True, dynamic=False, mode="default", backend=backend)
+    compiling._compile_all_devices = True  # `generate` compiles only on accelerators by itself
+    compiled = greedy(model, **prompts, cache_implementation="static", compile_config=compiling)
+    assert torch.equal(compiled, expected)
+    assert len(graphs) == 1  # a decoding step is one graph, compiled once
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_continuous_batching_generates_what_each_prompt_generates_alone(variant: str, implementation: str) -> None:
+    model = tiny_model(variant, attn_implementation=implementation)
+    prompts = [tokens(n, seed=n).tolist() for n in (3, 21, 7, 20, 12)]
+    settings = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=13, pad_token_id=0)
+    alone = [model.generate(torch.tensor([ids]), generation_config=settings)[0, len(ids) :].tolist() for ids in prompts]
+    assert len({len(ids) for ids in alone}) > 1  # some end early
+    page = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # its older name
+    batching = ContinuousBatchingConfig(  # pages and batches shorter than the longest prompts
+        num_blocks=16, max_batch_tokens=16, use_async_batching=False, use_cuda_graph=False, **{page: 16}
+    )
+    batching.auto_switch_to_flash = False  # this model is on the CPU, whatever is installed
+    outputs = model.generate_batch(
+        prompts, generation_config=settings, continuous_batching_config=batching, progress_bar=False
+    )
+    assert [output.generated_tokens for output in outputs.values()] == alone
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Whole words as tokens, and a chat template."""
+    words = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", *(f"word{i}" for i in range(5, 97))]
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", padding_side="left"
+    )
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for message in messages %} <|{{ message.role }}|> {{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %} <|assistant|>{% endif %}"
+    )
+    return tokenizer
+
+
+class TestText:
+    def test_streamed_text_is_the_decoded_text(
+        self, model: DiffLlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+    ) -> None:
+        prompt = tokenizer("word5 word60 word17", return_tensors="pt").input_ids
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+        generated = greedy(model, prompt, streamer=streamer)
+        pieces = list(streamer)
+        assert "".join(pieces) == tokenizer.decode(generated[0, 3:])
+        assert len(pieces) > 10
+
+    @pytest.mark.parametrize("batch_size", [1, 2])
+    def test_text_generation_pipeline_answers_chats(
+        self, model: DiffLlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, batch_size: int
+    ) -> None:
+        chats = [
+            [{"role": "user", "content": "word5 word60 word17"}],
+            [
+                {"role": "user", "content": "word9"},
+                {"role": "assistant", "content": "word31 word8"},
+                {"role": "user", "content": "word44 word70"},
+            ],
+        ]
+        generator = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+        answers = generator(chats, do_sample=False, max_new_tokens=8, batch_size=batch_size)
+        for chat, (answer,) in zip(chats, answers, strict=True):
+            prompt = tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            ).input_ids
+            text = tokenizer.decode(greedy(model, prompt, 8)[0, prompt.shape[1] :], skip_special_tokens=True)
+            *question, reply = answer["generated_text"]
+            assert question == chat
+            assert reply == {"role": "assistant", "content": reply["content"]}
+            assert reply["content"].split() == text.split()  # releases differ in the space before the first word
