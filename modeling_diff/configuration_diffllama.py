@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import RopeParameters
 
 
 AUTO_MAP = {
-    "AutoConfig": "configuration_diffllama.DiffLlamaConfig",
+    "AutoConfig": "configuration_diffllama.DifferentialLlamaConfig",
     "AutoModel": "modeling_diffllama.DiffLlamaModel",
     "AutoModelForCausalLM": "modeling_diffllama.DiffLlamaForCausalLM",
     "AutoModelForSequenceClassification": "modeling_diffllama.DiffLlamaForSequenceClassification",
@@ -22,7 +22,7 @@ AUTO_MAP = {
 
 
 @strict
-class DiffLlamaConfig(PreTrainedConfig):
+class DifferentialLlamaConfig(PreTrainedConfig):
     r"""
     Configuration of a Llama whose attention is differential.
 
@@ -159,7 +159,7 @@ class DiffLlamaConfig(PreTrainedConfig):
         assert self.head_dim is not None  # set in __post_init__
         return self.head_dim // 2 if self.diff_variant == "v1" else self.head_dim
 
-    def rotary_config(self) -> "DiffLlamaConfig":
+    def rotary_config(self) -> "DifferentialLlamaConfig":
         """A copy whose `head_dim` is `rotary_dim`, for code of transformers that rotates `head_dim`."""
         config = copy.deepcopy(self)
         config.head_dim = self.rotary_dim
@@ -167,7 +167,7 @@ class DiffLlamaConfig(PreTrainedConfig):
 
     def validate_rope(self) -> None:
         """Checks `rope_parameters` against the width that is rotated."""
-        super(DiffLlamaConfig, self.rotary_config()).validate_rope()
+        super(DifferentialLlamaConfig, self.rotary_config()).validate_rope()
         rope = self.rope_parameters or {}
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(
@@ -224,4 +224,8 @@ class DiffLlamaConfig(PreTrainedConfig):
             )
 
 
-__all__ = ["DiffLlamaConfig"]
+# transformers' Auto classes look models up by the *name* of the configuration's class, and transformers has a
+# `DiffLlamaConfig` for an architecture of its own: under that name they would build its models from this configuration.
+DiffLlamaConfig = DifferentialLlamaConfig
+
+__all__ = ["DiffLlamaConfig", "DifferentialLlamaConfig"]

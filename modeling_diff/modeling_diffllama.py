@@ -386,8 +386,8 @@ class DiffLlamaForCausalLM(DiffLlamaPreTrainedModel, GenerationMixin):
         )
 
 
-# The generic heads below bring their `forward`. Their `__init__` finds the base model by the *name* of the
-# configuration class, which transformers' own `diffllama` also has, so each head builds its base model itself.
+# The generic heads bring their `forward`. Their `__init__` asks AutoModel for the base model, which would have to trust
+# remote code a second time where this file is remote code, so each head builds its base model itself.
 
 
 class DiffLlamaForSequenceClassification(GenericForSequenceClassification, DiffLlamaPreTrainedModel):

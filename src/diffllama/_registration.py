@@ -41,11 +41,7 @@ class _AfterAutoConfig(MetaPathFinder):
 
 
 def register_config() -> None:
-    """Registers `DiffLlamaConfig` with `AutoConfig`, and the models when one is made. Called by `modeling_diff`.
-
-    transformers has a `DiffLlamaConfig` of its own, for another architecture (`diffllama`); `exist_ok` lets the class
-    of the same name stand beside it.
-    """
+    """Registers `DiffLlamaConfig` with `AutoConfig`, and the models when one is made. Called by `modeling_diff`."""
     from transformers.models.auto.configuration_auto import AutoConfig
 
     from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
