@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paper's model sizes and, for each differential model, the Transformer that it is compared with."""
 
+import copy
 import functools
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -76,7 +77,7 @@ def baseline(config: "DiffLlamaConfig") -> "LlamaConfig":
 
     assert config.num_key_value_heads is not None  # set when the configuration is made
     split = 2 if config.diff_variant == "v1" else 1  # keys of the Transformer in the width of one of ours
-    shared = {field: getattr(config, field) for field in SHARED_FIELDS}
+    shared = {field: copy.deepcopy(getattr(config, field)) for field in SHARED_FIELDS}
     return LlamaConfig(
         **shared,
         num_attention_heads=config.num_attention_heads // 2 * split,

@@ -43,7 +43,7 @@ def convert(
         source: what `src` is, a key of `SOURCES`.
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"` for the dtype in which the source is stored (a GGUF
             file is expanded to float32).
-        overwrite: whether a `dest` that exists is replaced.
+        overwrite: whether a `dest` that exists is replaced, if it is a model folder.
         progress: called with the number of tensors converted and their total.
 
     Returns:
@@ -51,7 +51,7 @@ def convert(
 
     Raises:
         FileNotFoundError: `src` does not exist.
-        FileExistsError: `dest` exists, is not empty and `overwrite` is false; or it overlaps with `src`.
+        FileExistsError: `dest` may not be replaced (see `new_folder`), or it overlaps with `src`.
         ValueError: an unknown `source` or `dtype`, or a source with a feature that our model lacks.
         ImportError: `src` is a GGUF file and `gguf` is not installed.
     """
@@ -61,7 +61,8 @@ def convert(
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"`dtype` must be 'auto', 'float32', 'bfloat16' or 'float16', got {dtype!r}.")
     check_source(src)
-    if dest == src or dest in src.parents or src in dest.parents:
+    real_src, real_dest = src.resolve(), dest.resolve()  # links may hide that one is in the other
+    if real_dest == real_src or real_dest in real_src.parents or real_src in real_dest.parents:
         raise FileExistsError(f"{dest} and {src} overlap. Name a folder outside of the source.")
     check_free(dest, overwrite)
 
@@ -72,6 +73,8 @@ def convert(
     original, report = AutoModelForCausalLM.from_pretrained(**location, dtype=dtype, output_loading_info=True)
     check_complete(report, f"{src} and its configuration do not match")
 
+    if config.tie_word_embeddings and original.lm_head.weight is not original.model.embed_tokens.weight:
+        config.tie_word_embeddings = False  # the checkpoint has both, and they differ
     weights = original.state_dict()
     if config.tie_word_embeddings:
         del weights["lm_head.weight"]  # the same tensor as the embedding
@@ -99,7 +102,7 @@ def check_source(src: Path) -> None:
         raise FileNotFoundError(f"{src} does not exist. Name a folder with config.json and weights, or a GGUF file.")
     if src.is_dir() and not (src / "config.json").is_file():
         raise FileNotFoundError(f"{src} has no config.json, so it is not a Transformers checkpoint.")
-    if src.is_file() and src.suffix != ".gguf":
+    if src.is_file() and src.suffix.lower() != ".gguf":
         raise ValueError(f"{src} is neither a folder nor a .gguf file.")
 
 

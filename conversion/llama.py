@@ -4,6 +4,7 @@
 
 Every query head is copied, so both maps of a head are the source's map, and λ's projection is zero, so λ = sigmoid(0)
 = 1/2. Then o1 - λ·o2 = o/2 exactly, and twice the output projection, also exact in floating point, makes up for it.
+(In float16, half of a number below 2⁻¹³ is subnormal and may lose its last bit.)
 Training tells the two maps apart: their gradients are g and -g/2.
 """
 

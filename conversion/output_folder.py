@@ -19,10 +19,10 @@ def new_folder(dest: Path, overwrite: bool = False) -> Iterator[Path]:
 
     Args:
         dest: the folder to make; its parents are made too.
-        overwrite: whether a `dest` that exists and is not empty is replaced.
+        overwrite: whether a `dest` that exists and is not empty is replaced; only a folder with a config.json is.
 
     Raises:
-        FileExistsError: `dest` is a file, or a folder that is not empty and `overwrite` is false.
+        FileExistsError: `dest` is no folder, or one that is not empty and may not be replaced.
     """
     dest = Path(os.path.abspath(dest))
     check_free(dest, overwrite)
@@ -47,8 +47,13 @@ def new_folder(dest: Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def check_free(dest: Path, overwrite: bool) -> None:
-    """Raises `FileExistsError` unless `dest` may be made or replaced."""
-    if dest.exists() and not dest.is_dir():
-        raise FileExistsError(f"{dest} is a file. Name a folder.")
-    if dest.is_dir() and any(dest.iterdir()) and not overwrite:
+    """Raises `FileExistsError` unless `dest` may be made, or is a model folder that may be replaced."""
+    existing = next(path for path in (dest, *dest.parents) if path.exists() or path.is_symlink())
+    if not existing.is_dir():
+        raise FileExistsError(f"{existing} is not a folder. Name another place for {dest.name}.")
+    if existing != dest or not any(dest.iterdir()):
+        return
+    if not overwrite:
         raise FileExistsError(f"{dest} exists and is not empty. Name another folder or overwrite it with --overwrite.")
+    if not (dest / "config.json").is_file():
+        raise FileExistsError(f"{dest} has no config.json, so it is no model folder and is not overwritten.")

@@ -49,7 +49,7 @@ def apply_weight_map(
         Our state dict, as far as it comes from tensors of the source.
 
     Raises:
-        ValueError: the map has no rule for a tensor.
+        ValueError: the map has no rule for a tensor, or gives two tensors the same target.
     """
     patterns = {re.compile(re.escape(key).replace(r"\{i\}", r"(\d+)")): rule for key, rule in weight_map.items()}
     result = {}
@@ -60,6 +60,8 @@ def apply_weight_map(
         match, rule = matches[0]
         if rule is not None:
             target = rule.target.format(i=match.group(1)) if match.groups() else rule.target
+            if target in result:
+                raise ValueError(f"The weight map makes {target!r} of two tensors, the second of them {name!r}.")
             result[target] = tensor if rule.operation is None else rule.operation(tensor, config)
         if progress is not None:
             progress(done, len(source))

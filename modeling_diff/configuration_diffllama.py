@@ -6,8 +6,9 @@ import copy
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
+from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_rope_utils import RopeParameters
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 
 AUTO_MAP = {
@@ -142,12 +143,7 @@ class DifferentialLlamaConfig(PreTrainedConfig):
         heads = max(self.num_attention_heads // 2, 1)  # the rule for wrong counts is in validate_architecture
         if self.num_key_value_heads is None:
             self.num_key_value_heads = heads
-        if self.head_dim is None:
-            if self.hidden_size % heads:
-                raise ValueError(
-                    f"`head_dim` is not given and `hidden_size` ({self.hidden_size}) is not a multiple of the number "
-                    f"of differential heads ({heads} = num_attention_heads // 2): give `head_dim`."
-                )
+        if self.head_dim is None and self.hidden_size % heads == 0:
             self.head_dim = self.hidden_size // heads
         # Every saved configuration says where its classes are, so that any folder of this model can be a Hub folder.
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
@@ -167,26 +163,44 @@ class DifferentialLlamaConfig(PreTrainedConfig):
 
     def validate_rope(self) -> None:
         """Checks `rope_parameters` against the width that is rotated."""
-        super(DifferentialLlamaConfig, self.rotary_config()).validate_rope()
         rope = self.rope_parameters or {}
+        rope_type = rope.get("rope_type", "default")
+        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+            raise ValueError(
+                f"`rope_parameters['rope_type']` must be 'default' or one of {', '.join(ROPE_INIT_FUNCTIONS)}, got "
+                f"{rope_type!r}."
+            )
+        if not rope.get("rope_theta", 1.0) > 0:
+            raise ValueError(f"`rope_parameters['rope_theta']` must be positive, got {rope['rope_theta']}.")
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(
                 f"`rope_parameters['partial_rotary_factor']` must be 1.0 (whole vectors are rotated), got "
                 f"{rope['partial_rotary_factor']}."
             )
         for name in ("short_factor", "long_factor"):
-            factors = rope.get(name)
-            if factors is not None and len(factors) != self.rotary_dim // 2:
+            if name not in rope:
+                continue
+            factors = rope[name]
+            if not isinstance(factors, list) or len(factors) != self.rotary_dim // 2:
                 raise ValueError(
                     f"`rope_parameters['{name}']` must have {self.rotary_dim // 2} numbers, half of the rotated width "
                     f"{self.rotary_dim} (`head_dim`={self.head_dim}, `diff_variant`={self.diff_variant!r}), got "
-                    f"{len(factors)}."
+                    f"{len(factors) if isinstance(factors, list) else factors}."
                 )
+        try:
+            super(DifferentialLlamaConfig, self.rotary_config()).validate_rope()
+        except (KeyError, ZeroDivisionError) as error:
+            raise ValueError(f"`rope_parameters`: {error.args[0]}") from error
 
     def validate_architecture(self) -> None:
         """Checks the fields against each other. Raises `ValueError` with the field, its value and the rule."""
         assert self.num_key_value_heads is not None  # set in __post_init__
-        assert self.head_dim is not None
+        if self.head_dim is None:
+            heads = max(self.num_attention_heads // 2, 1)
+            raise ValueError(
+                f"`head_dim` is not given and `hidden_size` ({self.hidden_size}) is not a multiple of the number "
+                f"of differential heads ({heads} = num_attention_heads // 2): give `head_dim`."
+            )
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                      "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
             if getattr(self, name) < 1:
@@ -215,13 +229,18 @@ class DifferentialLlamaConfig(PreTrainedConfig):
         for name in ("lambda_std_dev", "initializer_range", "rms_norm_eps"):
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"`{name}` must be finite and not negative, got {getattr(self, name)}.")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` must be one of {', '.join(ACT2FN)}, got {self.hidden_act!r}.")
         if not 0.0 <= (self.attention_dropout or 0.0) < 1.0:
             raise ValueError(f"`attention_dropout` must be in [0, 1), got {self.attention_dropout}.")
-        if getattr(self, "sliding_window", None) is not None:
-            raise ValueError(
-                f"`sliding_window` is not supported: every layer attends to the whole context, got "
-                f"{self.sliding_window}. Leave it out."
-            )
+        for name in ("sliding_window", "attention_chunk_size"):
+            if getattr(self, name, None) is not None:
+                raise ValueError(
+                    f"`{name}` is not supported: every layer attends to the whole context, got "
+                    f"{getattr(self, name)}. Leave it out."
+                )
+        if set(getattr(self, "layer_types", None) or ()) - {"full_attention"}:
+            raise ValueError(f"`layer_types` must all be 'full_attention', got {self.layer_types}.")
 
 
 # transformers' Auto classes look models up by the *name* of the configuration's class, and transformers has a

@@ -48,17 +48,16 @@ def register_config() -> None:
 
     AutoConfig.register(DiffLlamaConfig.model_type, DiffLlamaConfig, exist_ok=True)
     DiffLlamaConfig.register_for_auto_class()  # save_pretrained then writes the code beside config.json
-    make = DiffLlamaConfig.__init__
 
-    @functools.wraps(make)
-    def register_models_and_make(self: DiffLlamaConfig, *args: Any, **kwargs: Any) -> None:
-        setattr(DiffLlamaConfig, "__init__", make)  # noqa: B010 - type checkers refuse to see a method assigned
+    def register_models_and_make(cls: type, *args: Any, **kwargs: Any) -> Any:
         register_models()
-        make(self, *args, **kwargs)
+        return object.__new__(cls)
 
-    setattr(DiffLlamaConfig, "__init__", register_models_and_make)  # noqa: B010 - likewise
+    # Not `__init__`, which is not called when a configuration is unpickled
+    setattr(DiffLlamaConfig, "__new__", register_models_and_make)  # noqa: B010 - mypy refuses the plain assignment
 
 
+@functools.cache
 def register_models() -> None:
     """Registers every model class with the Auto class that the configuration's `auto_map` names for it."""
     from transformers.models.auto import modeling_auto

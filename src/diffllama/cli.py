@@ -55,13 +55,13 @@ def convert(
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="Folder to make.")],
     source: Annotated[Source, typer.Option("--from", help="What SRC is.")],
     dtype: Annotated[DType, typer.Option(help="dtype of the weights; auto keeps the source's.")] = DType.auto,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DEST if it exists.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DEST if it is a model folder.")] = False,
 ) -> None:
     """Convert a checkpoint into a folder that loads anywhere with trust_remote_code=True.
 
-    --from llama: a Llama becomes DIFF V2 with bit-identical logits.
+    --from llama: a Llama becomes DIFF V2 with bit-identical logits (float32 and bfloat16).
     """
-    err.print(f"Reading {src}")
+    err.print(f"Reading {src}", markup=False)
     from diffllama.conversion import convert as run  # takes seconds to import
 
     columns = (TextColumn("Converting tensors"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -75,18 +75,15 @@ def convert(
             overwrite=overwrite,
             progress=lambda done, total: bar.update(task, completed=done, total=total, visible=True),
         )
-    err.print(f"Wrote {folder}")
+    err.print(f"Wrote {folder}", markup=False)
 
 
 def main() -> None:
     """Runs the command line: one line for an error, no traceback, exit status 1."""
     try:
         app()
-    except KeyboardInterrupt:
-        err.print("Interrupted.")
-        sys.exit(130)
     except Exception as error:
         # Whatever a library raises on a broken file is the user's news, not a bug report.
         err.print(f"[red]Error:[/red] {type(error).__name__}: ", end="")
-        err.print(str(error) or "no message", markup=False)
+        err.print(" ".join(str(error).split()) or "no message", markup=False)
         sys.exit(1)

@@ -1,0 +1,174 @@
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from tiny import tiny_config
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from diffllama import DiffLlamaConfig, DiffLlamaForCausalLM
+from diffllama.configuration import SHARED_FIELDS, baseline, preset, preset_names
+
+
+# Appendix E, table 10: hidden width, layers, differential heads; and millions of parameters, rounded down
+SCALING_STUDY = {
+    "830m": (1536, 24, 8, 833),
+    "1.4b": (2048, 24, 8, 1413),
+    "2.8b": (2560, 32, 10, 2773),
+    "6.8b": (4096, 32, 16, 6853),
+    "13.1b": (5120, 40, 20, 13097),
+}
+
+
+def parameters(config: DiffLlamaConfig | LlamaConfig) -> dict[str, nn.Parameter]:
+    """The parameters of the language model of this configuration, on the meta device; tied ones once."""
+    model_class = DiffLlamaForCausalLM if isinstance(config, DiffLlamaConfig) else LlamaForCausalLM
+    with torch.device("meta"):
+        return dict(model_class(config).named_parameters())
+
+
+def count(config: DiffLlamaConfig | LlamaConfig) -> int:
+    """Number of parameters."""
+    return sum(parameter.numel() for parameter in parameters(config).values())
+
+
+def test_there_is_a_preset_for_every_model_of_the_paper() -> None:
+    assert preset_names() == ["3b", *SCALING_STUDY]
+
+
+def test_3b_has_the_dimensions_of_table_9() -> None:
+    config = preset("3b")
+    assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (28, 3072, 8192)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (24, 12, 256)
+    assert (config.vocab_size, config.max_position_embeddings) == (100288, 4096)
+    assert config.tie_word_embeddings is False
+
+
+def test_3b_has_3_17_billion_parameters_without_embeddings_and_output_layer() -> None:
+    total = sum(
+        p.numel() for name, p in parameters(preset("3b")).items() if "embed" not in name and "lm_head" not in name
+    )
+    assert round(total / 1e9, 2) == 3.17
+
+
+@pytest.mark.parametrize(("name", "row"), SCALING_STUDY.items())
+def test_scaling_study_has_the_dimensions_and_parameter_counts_of_table_10(
+    name: str, row: tuple[int, int, int, int]
+) -> None:
+    width, layers, heads, millions = row
+    config = preset(name)
+    assert (config.hidden_size, config.num_hidden_layers) == (width, layers)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (2 * heads, heads)
+    assert heads * config.head_dim == width
+    assert abs(config.intermediate_size - 8 / 3 * width) <= 1
+    assert config.max_position_embeddings == 2048
+    assert int(count(config) / 1e6) == millions
+
+
+@pytest.mark.parametrize("name", ["3b", *SCALING_STUDY])
+def test_every_preset_is_the_papers_architecture(name: str) -> None:
+    config = preset(name)
+    assert config.diff_variant == "v1"
+    assert config.lambda_init == "exponential"
+    assert config.lambda_std_dev == 0.1
+    assert config.head_norm is config.head_norm_affine is True
+    assert config.rms_norm_eps == 1e-5
+    assert config.bos_token_id is config.eos_token_id is None
+    assert config.hidden_act == "silu"
+
+
+@pytest.mark.parametrize("name", ["7b", "3B", "", "common", None])
+def test_an_unknown_preset_is_refused_with_the_known_ones(name: Any) -> None:
+    with pytest.raises(ValueError, match=repr(name)) as error:
+        preset(name)
+    assert all(known in str(error.value) for known in preset_names())
+
+
+def test_fields_of_a_preset_can_be_set_otherwise() -> None:
+    config = preset("830m", vocab_size=32000, diff_variant="v2", num_key_value_heads=2, tie_word_embeddings=False)
+    assert (config.vocab_size, config.diff_variant, config.num_key_value_heads) == (32000, "v2", 2)
+    assert (config.hidden_size, config.tie_word_embeddings) == (1536, False)
+    assert preset("830m") == preset("830m") != config
+    assert preset("830m").vocab_size == 100288
+    with pytest.raises(StrictDataclassError, match="num_key_value_heads"):
+        preset("830m", num_key_value_heads=3)
+
+
+@pytest.mark.parametrize("name", ["3b", *SCALING_STUDY])
+def test_the_baseline_has_twice_the_heads_of_half_the_width(name: str) -> None:
+    config = preset(name)
+    llama = baseline(config)
+    assert type(llama) is LlamaConfig
+    assert (llama.num_attention_heads, llama.head_dim) == (config.num_attention_heads, config.head_dim // 2)
+    assert llama.num_key_value_heads == llama.num_attention_heads
+    assert {field: getattr(llama, field) for field in SHARED_FIELDS} == {
+        field: getattr(config, field) for field in SHARED_FIELDS
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "extra"),
+    [
+        ({}, "λ and norm"),
+        ({"num_key_value_heads": 4}, "λ and norm"),
+        ({"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}, "λ and norm"),
+        ({"head_dim": 24, "tie_word_embeddings": True}, "λ and norm"),
+        ({"head_norm_affine": False}, "λ"),
+        ({"head_norm": False}, "λ"),
+    ],
+    ids=str,
+)
+def test_v1_has_the_parameters_of_its_baseline_and_lambda_vectors_and_head_norms(
+    fields: dict[str, Any], extra: str
+) -> None:
+    config = tiny_config("v1", **fields)
+    each_layer = 4 * config.head_dim // 2 + (config.head_dim if "norm" in extra else 0)
+    assert count(config) - count(baseline(config)) == config.num_hidden_layers * each_layer
+
+
+@pytest.mark.parametrize("name", ["3b", *SCALING_STUDY])
+def test_presets_have_the_parameters_of_their_baseline_and_lambda_vectors_and_head_norms(name: str) -> None:
+    config = preset(name)
+    assert count(config) - count(baseline(config)) == config.num_hidden_layers * 3 * config.head_dim
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("key_value_heads", [1, 2, 4])
+def test_v2_has_the_parameters_of_its_baseline_and_a_second_query_and_lambda_projection(
+    key_value_heads: int, bias: bool
+) -> None:
+    config = tiny_config("v2", num_key_value_heads=key_value_heads, attention_bias=bias)
+    llama = baseline(config)
+    assert (llama.num_attention_heads, llama.num_key_value_heads, llama.head_dim) == (4, key_value_heads, 16)
+    each_layer = 4 * 16 * (config.hidden_size + bias) + 4 * config.hidden_size
+    assert count(config) - count(llama) == config.num_hidden_layers * each_layer
+
+
+@pytest.mark.parametrize("variant", ["v1", "v2"])
+def test_keys_and_values_of_a_model_and_its_baseline_take_the_same_room(variant: str) -> None:
+    config = tiny_config(variant)
+    llama = baseline(config)
+    assert llama.num_key_value_heads * llama.head_dim == config.num_key_value_heads * config.head_dim
+
+
+def test_the_baseline_has_the_fields_that_are_shared() -> None:
+    rope = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+    shared = {
+        "vocab_size": 50,
+        "rope_parameters": rope,
+        "dtype": torch.bfloat16,
+        "mlp_bias": True,
+        "hidden_act": "gelu",
+    }
+    shared |= {"pad_token_id": 3, "eos_token_id": [1, 2], "attention_dropout": 0.1, "use_cache": False}
+    llama = baseline(tiny_config(**shared))
+    assert {field: getattr(llama, field) for field in shared} == shared
+
+
+def test_changing_a_baseline_leaves_the_model_as_it_was() -> None:
+    config = tiny_config(eos_token_id=[1, 2])
+    llama = baseline(config)
+    llama.rope_parameters["rope_theta"] = 1.0
+    llama.eos_token_id.append(3)
+    assert (config.rope_parameters["rope_theta"], config.eos_token_id) == (10000.0, [1, 2])
