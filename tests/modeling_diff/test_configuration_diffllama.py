@@ -270,7 +270,8 @@ def test_every_rope_type_is_accepted_without_a_warning(
         config = tiny_config(variant, rope_parameters=dict(rope))
         assert reread(config) == config
     assert config.rope_parameters == rope
-    assert transformers_warnings == []
+    # transformers 5.4 takes a dynamic type's `rope_theta` for unknown, in any model
+    assert [warning for warning in transformers_warnings if "{'rope_theta'}" not in warning] == []
 
 
 def test_the_warnings_that_the_previous_test_misses_are_seen(transformers_warnings: list[str]) -> None:
