@@ -66,8 +66,7 @@ def convert(
         raise FileExistsError(f"{dest} and {src} overlap. Name a folder outside of the source.")
     check_free(dest, overwrite)
 
-    # transformers takes a GGUF file as a file of its folder
-    location = {"pretrained_model_name_or_path": src} if src.is_dir() else gguf_location(src)
+    location = folder_location(src) if src.is_dir() else gguf_location(src)
     rules = SOURCES[source]
     config = rules.convert_config(AutoConfig.from_pretrained(**location))  # refuses before any weight is read
     original, report = AutoModelForCausalLM.from_pretrained(**location, dtype=dtype, output_loading_info=True)
@@ -106,11 +105,16 @@ def check_source(src: Path) -> None:
         raise ValueError(f"{src} is neither a folder nor a .gguf file.")
 
 
+def folder_location(folder: Path) -> dict[str, Any]:
+    """The arguments with which transformers loads what is in a folder, without running code from there."""
+    return {"pretrained_model_name_or_path": folder, "trust_remote_code": False}
+
+
 def gguf_location(src: Path) -> dict[str, Any]:
-    """The arguments with which transformers loads a GGUF file. Raises `ImportError` without the package `gguf`."""
+    """Likewise for a GGUF file, a file of its folder. Raises `ImportError` without the package `gguf`."""
     if not is_gguf_available():
         raise ImportError("Reading a GGUF file needs the package gguf: pip install 'diffllama[gguf]'.")
-    return {"pretrained_model_name_or_path": src.parent, "gguf_file": src.name}
+    return folder_location(src.parent) | {"gguf_file": src.name}
 
 
 def check_complete(report: dict[str, Any], message: str) -> None:

@@ -161,6 +161,11 @@ REFUSALS = {
         _broken(lambda src: edit_config(src, model_type="mistral")), ValueError, "`model_type`.*'llama', got 'mistral'"
     ),
     "unknown model": Refusal(_broken(lambda src: edit_config(src, model_type="nonesuch")), ValueError, "nonesuch"),
+    "code of its own": Refusal(
+        _broken(lambda src: edit_config(src, model_type="mine", auto_map={"AutoConfig": "evil.Config"})),
+        ValueError,
+        "trust_remote_code",
+    ),
     "quantized": Refusal(
         _broken(lambda src: edit_config(src, quantization_config={"quant_method": "bitsandbytes"})),
         ValueError,
