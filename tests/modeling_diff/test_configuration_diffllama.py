@@ -270,7 +270,7 @@ def test_every_rope_type_is_accepted_without_a_warning(
         config = tiny_config(variant, rope_parameters=dict(rope))
         assert reread(config) == config
     assert config.rope_parameters == rope
-    # transformers 5.4 takes a dynamic type's `rope_theta` for unknown, in any model
+    # transformers 5.6 takes a dynamic type's `rope_theta` for unknown, in any model
     assert [warning for warning in transformers_warnings if "{'rope_theta'}" not in warning] == []
 
 
