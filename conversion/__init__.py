@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.import_utils import is_gguf_available
+from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
 
 from diffllama.conversion import llama
 from diffllama.conversion.output_folder import check_free, new_folder
@@ -38,7 +38,7 @@ def convert(
     configuration if the source has them, and a card. It appears at `dest` complete or not at all.
 
     Args:
-        src: a folder with a Transformers checkpoint, or a GGUF file (needs the package `gguf`).
+        src: a folder with a Transformers checkpoint, or a GGUF file (needs the packages of the extra `gguf`).
         dest: the folder to make.
         source: what `src` is, a key of `SOURCES`.
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"` for the dtype in which the source is stored (a GGUF
@@ -53,7 +53,7 @@ def convert(
         FileNotFoundError: `src` does not exist.
         FileExistsError: `dest` may not be replaced (see `new_folder`), or it overlaps with `src`.
         ValueError: an unknown `source` or `dtype`, or a source with a feature that our model lacks.
-        ImportError: `src` is a GGUF file and `gguf` is not installed.
+        ImportError: `src` is a GGUF file and the packages of the extra `gguf` are not installed.
     """
     src, dest = Path(os.path.abspath(src)), Path(os.path.abspath(dest))
     if source not in SOURCES:
@@ -111,9 +111,9 @@ def folder_location(folder: Path) -> dict[str, Any]:
 
 
 def gguf_location(src: Path) -> dict[str, Any]:
-    """Likewise for a GGUF file, a file of its folder. Raises `ImportError` without the package `gguf`."""
-    if not is_gguf_available():
-        raise ImportError("Reading a GGUF file needs the package gguf: pip install 'diffllama[gguf]'.")
+    """Likewise for a GGUF file, a file of its folder. Raises `ImportError` without the packages that this needs."""
+    if not (is_gguf_available() and is_accelerate_available()):
+        raise ImportError("Reading a GGUF file needs gguf and accelerate: pip install 'diffllama[gguf]'.")
     return folder_location(src.parent) | {"gguf_file": src.name}
 
 

@@ -342,10 +342,11 @@ def test_an_unknown_option_is_refused_with_the_known_ones(
     assert not (tmp_path / "dest").exists()
 
 
-def test_a_gguf_file_without_the_package_gguf_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_a_gguf_file_without_the_packages_it_needs_says_what_to_install(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(diffllama.conversion, "is_gguf_available", lambda: False)
+    monkeypatch.setattr(diffllama.conversion, f"is_{package}_available", lambda: False)
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     with pytest.raises(ImportError, match=r"pip install 'diffllama\[gguf\]'"):
         convert(tmp_path / "x.gguf", tmp_path / "dest")
