@@ -8,6 +8,7 @@ OLDEST_TRANSFORMERS := transformers==5.6.0
 RUN := $(VENV)/bin/python
 PIP_INSTALL := -m pip install --disable-pip-version-check
 PROMPT ?=
+override PROMPT := $(value PROMPT)# as it was typed: a dollar sign is no variable
 export PROMPT
 export HF_HUB_OFFLINE = 1
 
