@@ -11,8 +11,8 @@ import torch
 from gguf import GGUFWriter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tiny import tiny_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 
 CHAT_TEMPLATE = "{% for m in messages %}w1 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w2{% endif %}"
@@ -40,10 +40,8 @@ def llama(folder: Path, save: dict[str, Any] | None = None, **fields: Any) -> Pa
 
 
 def add_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> None:
-    """Saves a tokenizer of the words w0 to w96 beside a checkpoint."""
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w1"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w1", pad_token="w0")
+    """Saves a tokenizer beside a checkpoint."""
+    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
 

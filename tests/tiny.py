@@ -48,17 +48,20 @@ def tokens(*shape: int, vocab_size: int = 97, seed: int = 0) -> torch.Tensor:
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A word-level tokenizer of 97 entries with a chat template; unknown words are one token."""
-    words = ["<pad>", "<s>", "</s>", "<unk>", "user", "assistant"]
-    vocabulary = {word: i for i, word in enumerate(words + [f"w{i}" for i in range(97 - len(words))])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    """Whole words as tokens, a word for each of the tiny models' 97, padding at the left, and a chat template."""
+    words = ["<pad>", "<s>", "</s>", "<unk>", "<|user|>", "<|assistant|>", *(f"w{i}" for i in range(6, 97))]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        padding_side="left",
     )
-    tokenizer.padding_side = "left"
     tokenizer.chat_template = (
-        "{% for message in messages %}{{ message['role'] + ' ' + message['content'] + ' ' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+        "{{ bos_token }}{% for message in messages %} <|{{ message.role }}|> {{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %} <|assistant|>{% endif %}"
     )
     return tokenizer

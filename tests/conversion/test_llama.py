@@ -219,7 +219,7 @@ def test_the_folder_generates_and_tokenizes_as_the_source_does(source: Path, tmp
     assert (settings.do_sample, settings.temperature, settings.top_p) == (True, 0.6, 0.9)
     assert settings.eos_token_id == [2, 3]
     old, new = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(folder)
-    assert new("w3 w5 nonesuch").input_ids == old("w3 w5 nonesuch").input_ids == [3, 5, 1]
+    assert new("w13 w15 nonesuch").input_ids == old("w13 w15 nonesuch").input_ids == [13, 15, 3]
     messages = [{"role": "user", "content": "w7"}]
     assert new.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "w1 w7 w2"
 

@@ -3,10 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import VARIANTS, tiny_model, tokens
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tiny import VARIANTS, tiny_model, tiny_tokenizer, tokens
 from torch._inductor import compile as inductor
 from transformers import (
     Cache,
@@ -399,25 +396,14 @@ def test_continuous_batching_generates_what_each_prompt_generates_alone(variant:
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Whole words as tokens, and a chat template."""
-    words = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", *(f"word{i}" for i in range(5, 97))]
-    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
-    backend.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", padding_side="left"
-    )
-    tokenizer.chat_template = (
-        "{{ bos_token }}{% for message in messages %} <|{{ message.role }}|> {{ message.content }}{% endfor %}"
-        "{% if add_generation_prompt %} <|assistant|>{% endif %}"
-    )
-    return tokenizer
+    return tiny_tokenizer()
 
 
 class TestText:
     def test_streamed_text_is_the_decoded_text(
         self, model: DiffLlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
     ) -> None:
-        prompt = tokenizer("word5 word60 word17", return_tensors="pt").input_ids
+        prompt = tokenizer("w15 w60 w17", return_tensors="pt").input_ids
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
         generated = greedy(model, prompt, streamer=streamer)
         pieces = list(streamer)
@@ -429,11 +415,11 @@ class TestText:
         self, model: DiffLlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, batch_size: int
     ) -> None:
         chats = [
-            [{"role": "user", "content": "word5 word60 word17"}],
+            [{"role": "user", "content": "w15 w60 w17"}],
             [
-                {"role": "user", "content": "word9"},
-                {"role": "assistant", "content": "word31 word8"},
-                {"role": "user", "content": "word44 word70"},
+                {"role": "user", "content": "w19"},
+                {"role": "assistant", "content": "w31 w18"},
+                {"role": "user", "content": "w44 w70"},
             ],
         ]
         generator = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")

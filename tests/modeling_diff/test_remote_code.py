@@ -16,12 +16,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import VARIANTS, tiny_config, tiny_model, tokens
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tiny import VARIANTS, tiny_config, tiny_model, tiny_tokenizer, tokens
 from torch import nn
-from transformers import PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import get_relative_imports
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -48,7 +44,7 @@ MODELS = {
 }
 """Auto class, and name of its folder -> what the package loads from there."""
 
-PROMPT = "w5 w6 w7 w8"
+PROMPT = "w6 w7 w8 w9"
 
 PROCESS = """
 import json, sys
@@ -160,14 +156,6 @@ def fresh_process(folder: Path, work: Path) -> Answers:
     )
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A word for each of the tiny models' tokens."""
-    words = ["<pad>", "<s>", "<unk>", *(f"w{i}" for i in range(3, 97))]
-    model = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    model.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", bos_token="<s>", unk_token="<unk>")
-
-
 @dataclass
 class Story:
     """What the package saved and computed, and what two fresh processes made of it, one after the other."""
@@ -192,7 +180,7 @@ def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             if name == "AutoModelForCausalLM":
                 expected["AutoModel"] = model.model(input_ids, use_cache=False).last_hidden_state.flatten()
                 expected["generated"] = model.generate(input_ids, max_new_tokens=8, do_sample=False)
-                words = tokenizer()
+                words = tiny_tokenizer()
                 words.save_pretrained(folder / name)
                 prompt = words(PROMPT, return_tensors="pt", return_token_type_ids=False)
                 text = words.decode(model.generate(**prompt, max_new_tokens=8, do_sample=False)[0])
