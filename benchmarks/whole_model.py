@@ -4,8 +4,9 @@
 
 Usage: python -m benchmarks.whole_model [--context 2048] [--rounds 7] [--json FILE]
 
-Prints times, and ratios to the Llama of the same run. All models have 6 layers, hidden width 768 and keys and values
-of the same size: Llama 12 heads of 64, ours 6 differential heads (V1 d = 64; V2 12 heads of width 64 with two queries).
+Prints times, medians over rounds (of decoding, the best of ten steps in each), and ratios to the Llama of the same
+run. All models have 6 layers, hidden width 768 and keys and values of the same size: Llama 12 heads of 64, ours 6
+differential heads (V1 d = 64; V2 12 heads of width 64 with two queries).
 """
 
 import argparse
