@@ -72,9 +72,21 @@ def baseline(config: "DiffLlamaConfig") -> "LlamaConfig":
 
     V1: twice the heads, of width d = D/2 (paper, section 3). V2: h heads of width D, to which DIFF V2 adds a second
     query each. Keys and values take the same room in a cache either way.
+
+    Raises:
+        ValueError: the configuration has something that no Llama has.
     """
     from transformers import LlamaConfig
 
+    plain = {
+        "attention_out_bias": config.attention_bias,
+        "use_qk_norm": False,
+        "no_rope_layers": None,
+        "sliding_window": None,
+    }
+    for field, value in plain.items():
+        if getattr(config, field) != value:
+            raise ValueError(f"`{field}` must be {value} (no Llama has it otherwise), got {getattr(config, field)}.")
     assert config.num_key_value_heads is not None  # set when the configuration is made
     split = 2 if config.diff_variant == "v1" else 1  # keys of the Transformer in the width of one of ours
     shared = {field: copy.deepcopy(getattr(config, field)) for field in SHARED_FIELDS}

@@ -84,11 +84,24 @@ class DifferentialLlamaConfig(PreTrainedConfig):
             Rotary embedding: `rope_type` (`"default"`, `"linear"`, `"dynamic"`, `"yarn"`, `"longrope"`, `"llama3"`, …),
             `rope_theta` and what the type needs. Applies to the width that is rotated, see `rotary_dim`.
         attention_bias (`bool`, defaults to `False`):
-            Whether the query, key, value and output projections have biases.
+            Whether the query, key and value projections have biases.
+        attention_out_bias (`bool`, *optional*, defaults to `attention_bias`):
+            Whether the output projection has a bias.
         attention_dropout (`float`, defaults to 0.0):
             Dropout on each of the two softmax maps while training.
         mlp_bias (`bool`, defaults to `False`):
             Whether the feed-forward layers have biases.
+        use_qk_norm (`bool`, defaults to `False`):
+            Whether every query and key of a map is normalised before it is rotated: RMSNorm over its width (d in V1, D
+            in V2) with `rms_norm_eps` and a learned weight, one for all queries and one for all keys of a layer.
+        no_rope_layers (`list[int]`, *optional*):
+            For each layer, 1 if it rotates queries and keys and 0 if it does not; every layer does by default.
+        sliding_window (`int`, *optional*):
+            How many tokens, itself among them, a token sees in the layers that `layer_types` names
+            `"sliding_attention"`. At least 2.
+        layer_types (`list[str]`, *optional*):
+            For each layer, `"full_attention"` or `"sliding_attention"`. By default every layer slides if there is a
+            `sliding_window`, and none if there is not.
 
     Raises:
         `huggingface_hub.errors.StrictDataclassError`: a field has the wrong type or value, or fields contradict each
@@ -101,6 +114,8 @@ class DifferentialLlamaConfig(PreTrainedConfig):
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
         "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",  # one weight for all heads
+        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
         "layers.*.self_attn.lambda_proj": "colwise",  # V2: its outputs are heads
         "layers.*.self_attn.o_proj": "rowwise",
         "layers.*.mlp.gate_proj": "colwise",
@@ -136,8 +151,13 @@ class DifferentialLlamaConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
     rope_parameters: RopeParameters | dict | None = None
     attention_bias: bool = False
+    attention_out_bias: bool | None = None
     attention_dropout: int | float | None = 0.0
     mlp_bias: bool = False
+    use_qk_norm: bool = False
+    no_rope_layers: list[int] | None = None
+    sliding_window: int | None = None
+    layer_types: list[str] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         heads = max(self.num_attention_heads // 2, 1)  # the rule for wrong counts is in validate_architecture
@@ -145,6 +165,11 @@ class DifferentialLlamaConfig(PreTrainedConfig):
             self.num_key_value_heads = heads
         if self.head_dim is None and self.hidden_size % heads == 0:
             self.head_dim = self.hidden_size // heads
+        if self.attention_out_bias is None:
+            self.attention_out_bias = self.attention_bias
+        if self.layer_types is None:  # `generate` and engines read a list where there is such a field
+            layer_type = "full_attention" if self.sliding_window is None else "sliding_attention"
+            self.layer_types = [layer_type] * self.num_hidden_layers
         # Every saved configuration says where its classes are, so that any folder of this model can be a Hub folder.
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__post_init__(**kwargs)
@@ -233,14 +258,35 @@ class DifferentialLlamaConfig(PreTrainedConfig):
             raise ValueError(f"`hidden_act` must be one of {', '.join(ACT2FN)}, got {self.hidden_act!r}.")
         if not 0.0 <= (self.attention_dropout or 0.0) < 1.0:
             raise ValueError(f"`attention_dropout` must be in [0, 1), got {self.attention_dropout}.")
-        for name in ("sliding_window", "attention_chunk_size"):
-            if getattr(self, name, None) is not None:
+        if getattr(self, "attention_chunk_size", None) is not None:
+            raise ValueError(
+                f"`attention_chunk_size` is not supported, got {self.attention_chunk_size}. Leave it out, or give a "
+                "`sliding_window`."
+            )
+
+    def validate_layer_type(self) -> None:
+        """Checks the fields that have an entry for each layer, and the window of those that slide."""
+        for name, values in (("layer_types", ("full_attention", "sliding_attention")), ("no_rope_layers", (0, 1))):
+            entries = getattr(self, name)
+            if entries is None:
+                continue
+            if len(entries) != self.num_hidden_layers:
                 raise ValueError(
-                    f"`{name}` is not supported: every layer attends to the whole context, got "
-                    f"{getattr(self, name)}. Leave it out."
+                    f"`{name}` must have an entry for each of the `num_hidden_layers` ({self.num_hidden_layers}) "
+                    f"layers, got {len(entries)}: {entries}."
                 )
-        if set(getattr(self, "layer_types", None) or ()) - {"full_attention"}:
-            raise ValueError(f"`layer_types` must all be 'full_attention', got {self.layer_types}.")
+            if not set(entries) <= set(values):
+                raise ValueError(f"`{name}` must hold {values[0]!r} and {values[1]!r} only, got {entries}.")
+        slides = "sliding_attention" in (self.layer_types or ())
+        if self.sliding_window is None and slides:
+            raise ValueError(
+                f"`layer_types` must all be 'full_attention' where `sliding_window` is None, got {self.layer_types}."
+            )
+        if self.sliding_window is not None and self.sliding_window < 2:
+            raise ValueError(
+                "`sliding_window` must be at least 2 (a token itself and one before it) or None, got "
+                f"{self.sliding_window}."
+            )
 
 
 # transformers' Auto classes look models up by the *name* of the configuration's class, and transformers has a

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -47,6 +47,9 @@ from .differential_attention import (
 
 
 HEAD_NORM_EPS = 1e-5  # as in microsoft/unilm's modules; the layers' own is `config.rms_norm_eps`
+
+MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+"""Entry of `config.layer_types` -> what makes the mask of such layers."""
 
 
 class DiffLlamaRotaryEmbedding(LlamaRotaryEmbedding):
@@ -106,6 +109,7 @@ class DiffLlamaAttention(nn.Module):
         super().__init__()
         assert config.num_key_value_heads is not None  # set when the configuration is made
         assert config.head_dim is not None
+        assert config.layer_types is not None
         self.config = config
         self.layer_idx = layer_idx
         self.diff_variant = config.diff_variant
@@ -115,13 +119,19 @@ class DiffLlamaAttention(nn.Module):
         self.scaling = self.map_dim**-0.5
         self.attention_dropout = config.attention_dropout or 0.0
         self.is_causal = True
+        self.use_qk_norm = config.use_qk_norm
+        self.use_rope = config.no_rope_layers is None or config.no_rope_layers[layer_idx] == 1
+        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
 
         heads = config.num_attention_heads // 2
         hidden_size, key_value_size = config.hidden_size, config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(hidden_size, config.num_attention_heads * self.map_dim, bias=config.attention_bias)
         self.k_proj = nn.Linear(hidden_size, key_value_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(hidden_size, key_value_size, bias=config.attention_bias)
-        self.o_proj = nn.Linear(heads * self.head_dim, hidden_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, hidden_size, bias=bool(config.attention_out_bias))
+        if self.use_qk_norm:
+            self.q_norm = DiffLlamaRMSNorm(self.map_dim, config.rms_norm_eps)
+            self.k_norm = DiffLlamaRMSNorm(self.map_dim, config.rms_norm_eps)
 
         self.head_norm = None
         if self.diff_variant == "v1":
@@ -160,7 +170,7 @@ class DiffLlamaAttention(nn.Module):
         Args:
             hidden_states: [b, n, hidden_size].
             position_embeddings: cosines and sines, each [b, n, `config.rotary_dim`].
-            attention_mask: what `create_causal_mask` makes for the configured implementation.
+            attention_mask: what `MASKS` makes for this layer's type and the configured implementation.
             past_key_values: cache to read and extend.
 
         Returns:
@@ -173,8 +183,11 @@ class DiffLlamaAttention(nn.Module):
         value = self.v_proj(hidden_states).view(*input_shape, -1, self.head_dim)
         differential_lambda = self.differential_lambda(hidden_states)
 
-        cos, sin = position_embeddings
-        query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
+        if self.use_qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if self.use_rope:
+            cos, sin = position_embeddings
+            query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
         if self.diff_variant == "v1":
             query, key = pad_queries(query), join_keys(key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -193,6 +206,7 @@ class DiffLlamaAttention(nn.Module):
             attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
+            sliding_window=self.sliding_window,
             differential_lambda=differential_lambda,
             **kwargs,
         )
@@ -264,7 +278,7 @@ class DiffLlamaModel(DiffLlamaPreTrainedModel):
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor | None] | None = None,
         position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
@@ -275,10 +289,12 @@ class DiffLlamaModel(DiffLlamaPreTrainedModel):
         Args:
             input_ids: token ids [b, n]; or
             inputs_embeds: embeddings [b, n, hidden_size]. Exactly one of the two.
-            attention_mask: [b, n] (with a cache [b, m]), 0 where there is padding, left or right.
+            attention_mask: [b, n] (with a cache [b, m]), 0 where there is padding, left or right. Or prepared masks:
+                one for all layers, or a `dict` with one for each type in `config.layer_types`.
             position_ids: [b, n]. Positions that restart within a row, without a mask and a cache, are packed
                 sequences, none of which sees another.
-            past_key_values: keys and values of earlier tokens, any cache of transformers without a sliding window.
+            past_key_values: keys and values of earlier tokens, any cache of transformers, a quantized one only
+                without a sliding window.
             use_cache: whether to return a cache; the configuration's flag by default.
             output_attentions (in `kwargs`): return each layer's differential maps A1 - λ·A2, signed, [b, h, n, m], as
                 `attentions`. Needs `attn_implementation="eager"`.
@@ -304,20 +320,28 @@ class DiffLlamaModel(DiffLlamaPreTrainedModel):
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_length
             position_ids = position_ids.unsqueeze(0)
 
-        causal_mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-        )
+        layer_types = self.config.layer_types
+        assert layer_types is not None  # set when the configuration is made
+        if isinstance(attention_mask, dict):  # `generate` prepares masks for compiled steps
+            masks = attention_mask
+        else:
+            masks = {
+                layer_type: MASKS[layer_type](
+                    config=self.config,
+                    inputs_embeds=inputs_embeds,
+                    attention_mask=attention_mask,
+                    past_key_values=past_key_values,
+                    position_ids=position_ids,
+                )
+                for layer_type in dict.fromkeys(layer_types)
+            }
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
 
         hidden_states = inputs_embeds
-        for layer in self.layers[: self.config.num_hidden_layers]:  # early-exit drafting lowers the count
+        for i, layer in enumerate(self.layers[: self.config.num_hidden_layers]):  # early-exit drafting lowers the count
             hidden_states = layer(
                 hidden_states,
-                attention_mask=causal_mask,
+                attention_mask=masks[layer_types[i]],
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
@@ -345,7 +369,7 @@ class DiffLlamaForCausalLM(DiffLlamaPreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor | None] | None = None,
         position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
@@ -384,6 +408,21 @@ class DiffLlamaForCausalLM(DiffLlamaPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.Tensor, past_key_values: Cache | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """What `generate` gives to `forward` for a step; see transformers.
+
+        LongRoPE turns by other frequencies as soon as a sequence is longer than `original_max_position_embeddings`.
+        Keys in a cache were turned by the old ones, so at that step the sequence is read again from its beginning.
+        """
+        rope = self.config.rope_parameters
+        limit = rope["original_max_position_embeddings"] if rope["rope_type"] == "longrope" else None
+        if limit and past_key_values is not None and 0 < past_key_values.get_seq_length() <= limit < input_ids.shape[1]:
+            past_key_values = None
+            kwargs["next_sequence_length"] = None
+        return super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **kwargs)
 
 
 # The generic heads bring their `forward`. Their `__init__` asks AutoModel for the base model, which would have to trust

@@ -54,14 +54,21 @@ def attention(
     layer: int,
     heads: int,
     key_value_heads: int,
-    theta: float = 10000.0,
+    theta: float | None = 10000.0,
+    window: int | None = None,
+    norm_eps: float = 1e-6,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Multi-head differential attention of one sequence.
+
+    Queries and keys are normalised if there are weights for it, and rotated unless `theta` is `None`. With a window, a
+    token sees only the last `window` of what is visible to it, itself among them.
 
     Returns the output [n, hidden], and for each head its differential map and its two softmax maps [n, n].
     """
     width = weights["v_proj.weight"].shape[0] // key_value_heads  # D
     d = width // 2
+    if window is not None:
+        visible = visible & torch.ones_like(visible).triu(1 - window)
     q, k, v = (linear(x, weights, f"{name}_proj") for name in "qkv")
     outputs, differential, softmaxes = [], [], []
     for i in range(heads):
@@ -77,8 +84,12 @@ def attention(
             q1, q2 = q[:, 2 * i * width : (2 * i + 1) * width], q[:, (2 * i + 1) * width : (2 * i + 2) * width]
             k1 = k2 = k[:, j * width : (j + 1) * width]
             lam = torch.sigmoid(x @ weights["lambda_proj.weight"][i])[:, None]
-        map1 = softmax_map(rotate(q1, positions, theta), rotate(k1, positions, theta), visible)
-        map2 = softmax_map(rotate(q2, positions, theta), rotate(k2, positions, theta), visible)
+        if "q_norm.weight" in weights:
+            q1, q2 = (rms_norm(query, weights["q_norm.weight"], norm_eps) for query in (q1, q2))
+            k1, k2 = (rms_norm(key, weights["k_norm.weight"], norm_eps) for key in (k1, k2))
+        if theta is not None:
+            q1, q2, k1, k2 = (rotate(vectors, positions, theta) for vectors in (q1, q2, k1, k2))
+        map1, map2 = softmax_map(q1, k1, visible), softmax_map(q2, k2, visible)
         output = (map1 - lam * map2) @ value
         if variant == "v1":
             output = rms_norm(output, weights["head_norm.weight"], 1e-5) * (1 - lambda_init(layer))
@@ -112,7 +123,9 @@ def language_model(
                 layer=i,
                 heads=config.num_attention_heads // 2,
                 key_value_heads=config.num_key_value_heads,
-                theta=config.rope_parameters["rope_theta"],
+                theta=config.rope_parameters["rope_theta"] if (config.no_rope_layers or {i: 1})[i] else None,
+                window=config.sliding_window if config.layer_types[i] == "sliding_attention" else None,
+                norm_eps=eps,
             )[0]
         )
         y = rms_norm(x, layer["post_attention_layernorm.weight"], eps)

@@ -11,6 +11,15 @@ from diffllama import DiffLlamaConfig, DiffLlamaForCausalLM
 
 VARIANTS = ("v1", "v2")
 
+EVERY_FEATURE: dict[str, Any] = {
+    "attention_out_bias": True,
+    "use_qk_norm": True,
+    "no_rope_layers": [0, 1],
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+"""Fields with which a tiny model has all that is optional in a layer, each in one of its two layers or in both."""
+
 
 def tiny_config(variant: str = "v1", **fields: Any) -> DiffLlamaConfig:
     """Two layers, four differential heads of width 16 on two key/value heads."""

@@ -166,6 +166,24 @@ def test_the_baseline_has_the_fields_that_are_shared() -> None:
     assert {field: getattr(llama, field) for field in shared} == shared
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attention_out_bias": True},
+        {"attention_bias": True, "attention_out_bias": False},
+        {"use_qk_norm": True},
+        {"no_rope_layers": [1, 0]},
+        {"sliding_window": 8},
+    ],
+    ids=str,
+)
+def test_a_model_with_what_no_llama_has_has_no_baseline(fields: dict[str, Any]) -> None:
+    field, value = list(fields.items())[-1]
+    with pytest.raises(ValueError, match=f"`{field}` must be .+, got ") as error:
+        baseline(tiny_config(**fields))
+    assert str(error.value).endswith(f"got {value}.")
+
+
 def test_changing_a_baseline_leaves_the_model_as_it_was() -> None:
     config = tiny_config(eos_token_id=[1, 2])
     llama = baseline(config)

@@ -12,7 +12,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import VARIANTS, tiny_config
+from tiny import EVERY_FEATURE, VARIANTS, tiny_config
 
 import diffllama
 from diffllama import DiffLlamaConfig
@@ -64,7 +64,10 @@ def test_defaults_are_those_of_llama_7b_with_half_as_many_heads_of_twice_the_wid
     assert (config.num_hidden_layers, config.max_position_embeddings) == (32, 2048)
     assert (config.diff_variant, config.lambda_init, config.lambda_std_dev) == ("v1", "exponential", 0.1)
     assert config.head_norm is config.head_norm_affine is config.use_cache is True
-    assert config.attention_bias is config.mlp_bias is config.tie_word_embeddings is False
+    assert config.attention_bias is config.attention_out_bias is config.mlp_bias is False
+    assert config.tie_word_embeddings is config.use_qk_norm is False
+    assert config.no_rope_layers is config.sliding_window is None
+    assert config.layer_types == ["full_attention"] * 32
     assert (config.hidden_act, config.initializer_range, config.rms_norm_eps) == ("silu", 0.02, 1e-6)
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, None)
     assert config.attention_dropout == 0.0
@@ -91,6 +94,25 @@ def test_config_json_always_has_the_geometry_in_numbers(
     assert written["diff_variant"] == variant
 
 
+@pytest.mark.parametrize(
+    ("fields", "out_bias", "layer_types"),
+    [
+        ({}, False, ["full_attention"] * 2),
+        ({"attention_bias": True}, True, ["full_attention"] * 2),
+        ({"attention_bias": True, "attention_out_bias": False, "sliding_window": 8}, False, ["sliding_attention"] * 2),
+        ({"attention_out_bias": True, "num_hidden_layers": 1, "sliding_window": 8}, True, ["sliding_attention"]),
+        ({"sliding_window": 8, "layer_types": ["full_attention"] * 2}, False, ["full_attention"] * 2),
+    ],
+    ids=str,
+)
+def test_config_json_always_has_the_output_bias_and_the_type_of_every_layer(
+    fields: dict[str, Any], out_bias: bool, layer_types: list[str], tmp_path: Path
+) -> None:
+    written = saved(tiny_config(**fields), tmp_path)
+    assert written["attention_out_bias"] is out_bias
+    assert written["layer_types"] == layer_types
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     "fields",
@@ -100,6 +122,8 @@ def test_config_json_always_has_the_geometry_in_numbers(
         {"eos_token_id": [1, 2], "pad_token_id": None, "attention_bias": True, "mlp_bias": True, "dtype": "bfloat16"},
         {"attention_dropout": 0.1, "tie_word_embeddings": True, "use_cache": False, "hidden_act": "gelu"},
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}, "num_labels": 5},
+        {"sliding_window": 8, "attention_bias": True, "attention_out_bias": False},
+        EVERY_FEATURE,
     ],
     ids=lambda fields: ",".join(fields) or "plain",
 )
@@ -143,8 +167,28 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ({"attention_dropout": value}, ("`attention_dropout`", f"got {value}", "[0, 1)"))
         for value in (1.0, -0.1, 1, math.nan)
     ),
-    ({"sliding_window": 128}, ("`sliding_window`", "got 128", "not supported")),
-    ({"sliding_window": 0}, ("`sliding_window`", "got 0", "not supported")),
+    *(({"sliding_window": value}, ("`sliding_window`", f"got {value}", "at least 2")) for value in (1, 0, -8)),
+    *(
+        ({name: [entry]}, (f"`{name}`", f"got 1: [{entry!r}]", "`num_hidden_layers` (2)"))
+        for name, entry in (("layer_types", "full_attention"), ("no_rope_layers", 1))
+    ),
+    *(
+        ({"layer_types": ["full_attention", name]}, ("`layer_types`", f"{name!r}]", "'sliding_attention' only"))
+        for name in ("chunked_attention", "linear_attention", "full")
+    ),
+    (
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        ("`layer_types`", "got ['full_attention', 'sliding_attention']", "`sliding_window` is None"),
+    ),
+    ({"no_rope_layers": [1, 0, 1]}, ("`no_rope_layers`", "got 3: [1, 0, 1]", "`num_hidden_layers` (2)")),
+    ({"no_rope_layers": []}, ("`no_rope_layers`", "got 0: []", "`num_hidden_layers` (2)")),
+    ({"no_rope_layers": [1, 2]}, ("`no_rope_layers`", "got [1, 2]", "0 and 1 only")),
+    ({"attention_chunk_size": 2}, ("`attention_chunk_size`", "got 2", "not supported")),
+    ({"sliding_window": 8.0}, ("'sliding_window'", "float (value: 8.0)", "int")),
+    ({"layer_types": "full_attention"}, ("'layer_types'", "str (value: 'full_attention')", "list")),
+    ({"no_rope_layers": ["1", "0"]}, ("'no_rope_layers'", "'1'", "int")),
+    ({"use_qk_norm": None}, ("'use_qk_norm'", "NoneType", "bool")),
+    ({"attention_out_bias": "no"}, ("'attention_out_bias'", "str (value: 'no')", "bool")),
     ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "got 0.5", "1.0")),
     (
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.25}},
@@ -199,21 +243,6 @@ def test_a_wrong_config_json_is_refused_likewise(fields: dict[str, Any], told: t
     assert [part for part in told if part not in str(error.value)] == []
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"attention_chunk_size": 2},
-        {"layer_types": ["full_attention", "sliding_attention"]},
-        {"layer_types": ["chunked_attention"] * 2, "attention_chunk_size": 2},
-        {"layer_types": ["linear_attention"] * 2},
-    ],
-    ids=str,
-)
-def test_fields_with_which_caches_forget_keys_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(StrictDataclassError, match="|".join(fields)):
-        tiny_config(**fields)
-
-
 def test_a_configuration_that_became_wrong_is_not_saved(tmp_path: Path) -> None:
     config = tiny_config()
     config.num_key_value_heads = 3
@@ -231,7 +260,11 @@ def test_a_configuration_that_became_wrong_is_not_saved(tmp_path: Path) -> None:
         {"attention_dropout": None},
         {"attention_dropout": 0},
         {"sliding_window": None},
+        {"sliding_window": 2},
+        {"sliding_window": 10**6, "layer_types": ["full_attention"] * 2},
         {"layer_types": ["full_attention"] * 2},
+        {"no_rope_layers": [0, 0]},
+        {"attention_chunk_size": None},
         {"partial_rotary_factor": 1.0},
         {"head_dim": None},
         {"head_dim": 24},

@@ -3,7 +3,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import VARIANTS, tiny_model, tiny_tokenizer, tokens
+import transformers
+from packaging.version import Version
+from tiny import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer, tokens
 from torch._inductor import compile as inductor
 from transformers import (
     Cache,
@@ -28,9 +30,20 @@ LENGTH = 12  # tokens of the prompts that are fed to caches
 PADDING = 4  # tokens of padding at the left of the shorter prompt
 
 
-def comparable_model(variant: str, implementation: str, dtype: torch.dtype = torch.float32) -> DiffLlamaForCausalLM:
+WINDOWS: dict[str, dict[str, Any]] = {
+    "whole context": {},
+    "window": {"sliding_window": 5},
+    "window in one layer, every feature": EVERY_FEATURE,
+}
+"""What the layers see, all but the first less than `LENGTH` -> fields of the configuration."""
+windows = pytest.mark.parametrize("fields", WINDOWS.values(), ids=WINDOWS)
+
+
+def comparable_model(
+    variant: str, implementation: str, dtype: torch.dtype = torch.float32, **fields: Any
+) -> DiffLlamaForCausalLM:
     """A model whose logits have a standard deviation of 0.8 and, in float32, rounding errors of 3e-6."""
-    return tiny_model(variant, dtype, implementation, initializer_range=0.1)
+    return tiny_model(variant, dtype, implementation, initializer_range=0.1, **fields)
 
 
 def caches(model: DiffLlamaForCausalLM) -> dict[str, Cache]:
@@ -92,12 +105,13 @@ CHUNKS = {"token by token": (1,) * LENGTH, "a prompt, then tokens": (8, 1, 1, 1,
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
 @pytest.mark.parametrize("padded", [False, True], ids=["unpadded", "left padded"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@windows
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_cached_decoding_equals_the_full_forward(
-    variant: str, implementation: str, padded: bool, chunks: tuple[int, ...]
+    variant: str, fields: dict[str, Any], implementation: str, padded: bool, chunks: tuple[int, ...]
 ) -> None:
-    check_every_cache(comparable_model(variant, implementation), padded, chunks)
+    check_every_cache(comparable_model(variant, implementation, **fields), padded, chunks)
 
 
 @pytest.mark.gpu
@@ -285,6 +299,37 @@ class TestGreedy:
                 assert maps.min() < 0
 
 
+@windows
+@pytest.mark.parametrize("variant", VARIANTS)
+class TestWindow:
+    def test_generates_the_same_however_keys_and_values_are_kept(self, variant: str, fields: dict[str, Any]) -> None:
+        model, prompt = tiny_model(variant, attn_implementation="sdpa", **fields), tokens(2, LENGTH)
+        expected = greedy(model, prompt, use_cache=False)
+        for options in ({}, {"cache_implementation": "static"}, {"prefill_chunk_size": 7}):
+            assert torch.equal(greedy(model, prompt, disable_compile=True, **options), expected), options
+
+    def test_a_left_padded_batch_equals_each_prompt_alone(self, variant: str, fields: dict[str, Any]) -> None:
+        model, batch = tiny_model(variant, attn_implementation="sdpa", **fields), padded_batch()
+        prompts = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+        alone = [greedy(model, row[mask.bool()][None])[0, -16:] for row, mask in zip(*prompts.values(), strict=True)]
+        for kind in ("dynamic", "static"):
+            together = greedy(model, **prompts, cache_implementation=kind, disable_compile=True)[:, LENGTH:]
+            assert torch.equal(together, torch.stack(alone)), kind
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("window", [2, 5])
+@torch.no_grad()
+def test_a_token_sees_the_window_of_each_of_two_layers_and_no_further(window: int, implementation: str) -> None:
+    model, input_ids = tiny_model(attn_implementation=implementation, sliding_window=window), tokens(1, LENGTH)
+    logits, seen = model(input_ids).logits[0, -1], []
+    for i in range(LENGTH):
+        other = input_ids.clone()
+        other[0, i] = other[0, i] % 96 + 1
+        seen.append(not torch.equal(model(other).logits[0, -1], logits))
+    assert seen == [i > LENGTH - 2 * window for i in range(LENGTH)]
+
+
 class TestDrafts:
     def test_drafts_of_an_assistant_do_not_change_the_tokens(
         self, model: DiffLlamaForCausalLM, calls: list[int]
@@ -356,9 +401,12 @@ class TestBeams:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("fields", "compiled_graphs"), [({}, 1), (EVERY_FEATURE, 2)], ids=["plain", "every feature"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_compiled_decoding_with_a_static_cache_generates_the_same(variant: str) -> None:
-    model, batch = tiny_model(variant, attn_implementation="sdpa"), padded_batch()
+def test_compiled_decoding_with_a_static_cache_generates_the_same(
+    variant: str, fields: dict[str, Any], compiled_graphs: int
+) -> None:
+    model, batch = tiny_model(variant, attn_implementation="sdpa", **fields), padded_batch()
     prompts = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     expected = greedy(model, **prompts)
     torch.compiler.reset()
@@ -368,19 +416,27 @@ def test_compiled_decoding_with_a_static_cache_generates_the_same(variant: str) 
         graphs.append(graph)
         return inductor(graph, inputs)
 
-    compiling = CompileConfig(fullgraph=True, dynamic=False, mode="default", backend=backend)
+    # transformers' static cache of a window counts tokens in a Python number: a constant of the first graph alone
+    dynamic = None if "sliding_window" in fields else False
+    compiling = CompileConfig(fullgraph=True, dynamic=dynamic, mode="default", backend=backend)
     compiling._compile_all_devices = True  # `generate` compiles only on accelerators by itself
     compiled = greedy(model, **prompts, cache_implementation="static", compile_config=compiling)
     assert torch.equal(compiled, expected)
-    assert len(graphs) == 1  # a decoding step is one graph, compiled once
+    assert len(graphs) == compiled_graphs  # a decoding step is one graph
 
 
+@windows
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_continuous_batching_generates_what_each_prompt_generates_alone(variant: str, implementation: str) -> None:
-    model = tiny_model(variant, attn_implementation=implementation)
+def test_continuous_batching_generates_what_each_prompt_generates_alone(
+    variant: str, implementation: str, fields: dict[str, Any]
+) -> None:
+    if fields and Version(transformers.__version__) < Version("5.19"):
+        pytest.skip("transformers 5.6 batches continuously with wrong windows (Mistral's too), 5.19 with right ones")
+    model = tiny_model(variant, attn_implementation=implementation, **fields)
     prompts = [tokens(n, seed=n).tolist() for n in (3, 21, 7, 20, 12)]
-    settings = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=13, pad_token_id=0)
+    end = greedy(model, torch.tensor(prompts[:1]), 5)[0, -1].item()
+    settings = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=end, pad_token_id=0)
     alone = [model.generate(torch.tensor([ids]), generation_config=settings)[0, len(ids) :].tolist() for ids in prompts]
     assert len({len(ids) for ids in alone}) > 1  # some end early
     page = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # its older name

@@ -1,13 +1,14 @@
 import copy
 import math
+from typing import Any
 
 import pytest
 import reference
 import torch
 from cases import KINDS, Batch, batch
-from tiny import VARIANTS, tiny_config, tiny_model, tokens
+from tiny import EVERY_FEATURE, VARIANTS, tiny_config, tiny_model, tokens
 from torch import nn
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from diffllama import (
     DiffLlamaForCausalLM,
@@ -43,7 +44,8 @@ def run_layer(layer: DiffLlamaAttention, x: torch.Tensor, given: Batch) -> torch
     width = layer.config.rotary_dim
     frequencies = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = (given.position_ids.double()[..., None] * frequencies).repeat(1, 1, 2)
-    mask = create_causal_mask(
+    create_mask = create_causal_mask if layer.sliding_window is None else create_sliding_window_causal_mask
+    mask = create_mask(
         config=layer.config,
         inputs_embeds=x,
         attention_mask=given.attention_mask,
@@ -65,6 +67,9 @@ def true_layer(weights: dict[str, torch.Tensor], x: torch.Tensor, given: Batch, 
             layer=1,
             heads=HEADS,
             key_value_heads=config.num_key_value_heads,
+            theta=10000.0 if config.no_rope_layers is None or config.no_rope_layers[1] else None,
+            window=config.sliding_window if config.layer_types[1] == "sliding_attention" else None,
+            norm_eps=config.rms_norm_eps,
         )[0]
         for i in range(len(x))
     ]
@@ -95,9 +100,28 @@ def outputs_and_gradients(
     return {"output": output.detach(), "hidden_states": gradients[0], **dict(zip(weights, gradients[1:], strict=True))}
 
 
-@pytest.mark.parametrize("n", [7, 13])
-@pytest.mark.parametrize("key_value_heads", [4, 2, 1], ids=["MHA", "groups of 2", "groups of 4"])
-@pytest.mark.parametrize("kind", KINDS)
+GROUPS = {4: "MHA", 2: "groups of 2", 1: "groups of 4"}
+WINDOW = {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
+FEATURES = {
+    "normed queries and keys": {"use_qk_norm": True, "rms_norm_eps": 1e-3},
+    "no rotation": {"no_rope_layers": [1, 0], "attention_bias": False},  # such a key bias would have no gradient at all
+    "normed, not rotated": {"use_qk_norm": True, "no_rope_layers": [1, 0]},
+    "bias of the output": {"attention_out_bias": True},
+    "no bias of the output": {"attention_out_bias": False},
+}
+LAYERS = [
+    *(
+        pytest.param(kind, key_value_heads, n, {}, id=f"{kind}-{groups}-{n}")
+        for kind in KINDS
+        for key_value_heads, groups in GROUPS.items()
+        for n in (7, 13)
+    ),
+    *(pytest.param(kind, 2, 13, WINDOW, id=f"{kind}-window of 4") for kind in KINDS),
+    *(pytest.param("left", 2, 13, fields, id=name) for name, fields in FEATURES.items()),
+]
+
+
+@pytest.mark.parametrize(("kind", "key_value_heads", "n", "fields"), LAYERS)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     ("implementation", "dtype", "tolerance"),
@@ -105,12 +129,18 @@ def outputs_and_gradients(
     ids=["eager-float64", "eager-float32", "sdpa-float32"],
 )
 def test_attention_and_every_gradient_equal_the_papers_formulas(
-    implementation: str, dtype: torch.dtype, tolerance: float, variant: str, kind: str, key_value_heads: int, n: int
+    implementation: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    variant: str,
+    kind: str,
+    key_value_heads: int,
+    n: int,
+    fields: dict[str, Any],
 ) -> None:
     # A key bias moves all scores of a query almost alike, so its gradient is what cancellation leaves: float64 only
-    layer = attention_layer(
-        variant, key_value_heads, implementation, head_dim=12, attention_bias=dtype == torch.float64
-    ).to(dtype)
+    fields = {"head_dim": 12, "attention_bias": dtype == torch.float64, **fields}
+    layer = attention_layer(variant, key_value_heads, implementation, **fields).to(dtype)
     given, config, weights = batch(kind, n), layer.config, dict(layer.named_parameters())
     x = torch.randn(2, n, 64, generator=torch.Generator().manual_seed(n)).to(dtype).requires_grad_()
     true_x = x.detach().double().requires_grad_()
@@ -125,12 +155,16 @@ def test_attention_and_every_gradient_equal_the_papers_formulas(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key_value_heads", [4, 1], ids=["MHA", "groups of 4"])
+@pytest.mark.parametrize(
+    ("key_value_heads", "fields"), [(4, {}), (1, {}), (2, WINDOW)], ids=["MHA", "groups of 4", "window of 4"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_flex_attention_equals_the_papers_formulas(variant: str, kind: str, key_value_heads: int) -> None:
+def test_flex_attention_equals_the_papers_formulas(
+    variant: str, kind: str, key_value_heads: int, fields: dict[str, Any]
+) -> None:
     # torch has no backward of flex_attention on the CPU; its gradients are compared on a GPU (test_gpu.py)
-    layer = attention_layer(variant, key_value_heads, "flex_attention").eval()
+    layer = attention_layer(variant, key_value_heads, "flex_attention", **fields).eval()
     given = batch(kind, 13)
     x = torch.randn(2, 13, 64, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
@@ -150,12 +184,19 @@ def true_logits(model: DiffLlamaForCausalLM, input_ids: torch.Tensor, given: Bat
     return torch.stack(rows)
 
 
+optional_features = pytest.mark.parametrize("fields", [{}, EVERY_FEATURE], ids=["plain", "every feature"])
+
+
+@optional_features
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", pytest.param("flex_attention", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
-def test_whole_model_equals_the_papers_formulas(variant: str, kind: str, implementation: str) -> None:
-    model, given, input_ids = tiny_model(variant, attn_implementation=implementation), batch(kind, 13), tokens(2, 13)
+def test_whole_model_equals_the_papers_formulas(
+    variant: str, kind: str, implementation: str, fields: dict[str, Any]
+) -> None:
+    model = tiny_model(variant, attn_implementation=implementation, **fields)
+    given, input_ids = batch(kind, 13), tokens(2, 13)
     logits = model(
         input_ids, attention_mask=given.attention_mask, position_ids=given.position_ids, use_cache=False
     ).logits
@@ -228,6 +269,23 @@ def test_maps_are_returned_only_when_asked_for() -> None:
     assert model(tokens(1, 5)).attentions[0].shape == (1, 4, 5, 5)
 
 
+@pytest.mark.parametrize("mask", ["prepared for each type of layer", "one for all layers"])
+@torch.no_grad()
+def test_prepared_masks_are_taken_as_they_are(mask: str) -> None:
+    model, given, n = tiny_model(**EVERY_FEATURE), batch("causal", 13), 13
+    full = torch.where(given.visible[:, None], 0.0, torch.finfo(torch.float32).min)
+    window = full.masked_fill(~torch.ones(n, n, dtype=torch.bool).triu(1 - 5), torch.finfo(torch.float32).min)
+    if mask == "one for all layers":
+        logits = model(tokens(2, n), attention_mask=full).logits
+        expected = tiny_model(**EVERY_FEATURE | {"sliding_window": n})(tokens(2, n)).logits
+    else:
+        logits = model(
+            tokens(2, n), attention_mask={"full_attention": full, "sliding_attention": window}, use_cache=False
+        ).logits
+        expected = model(tokens(2, n), use_cache=False).logits
+    assert torch.equal(logits, expected)
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradient_checkpointing_changes_no_gradient(variant: str, use_reentrant: bool) -> None:
@@ -246,10 +304,13 @@ def test_gradient_checkpointing_changes_no_gradient(variant: str, use_reentrant:
     assert [name for name in plain if not torch.equal(plain[name], checkpointed[name])] == []
 
 
+@optional_features
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_two_optimizer_steps_reduce_the_loss_and_reach_every_parameter(variant: str, implementation: str) -> None:
-    model = tiny_model(variant, attn_implementation=implementation).train()
+def test_two_optimizer_steps_reduce_the_loss_and_reach_every_parameter(
+    variant: str, implementation: str, fields: dict[str, Any]
+) -> None:
+    model = tiny_model(variant, attn_implementation=implementation, **fields).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     input_ids, losses = tokens(4, 17), []
     for _ in range(3):

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import VARIANTS, tiny_config, tiny_model, tiny_tokenizer, tokens
+from tiny import EVERY_FEATURE, VARIANTS, tiny_config, tiny_model, tiny_tokenizer, tokens
 from torch import nn
 from transformers.dynamic_module_utils import get_relative_imports
+from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from diffllama import (
@@ -43,6 +44,9 @@ MODELS = {
     "AutoModelForQuestionAnswering": DiffLlamaForQuestionAnswering,
 }
 """Auto class, and name of its folder -> what the package loads from there."""
+
+FIELDS = {"AutoModelForCausalLM": EVERY_FEATURE}
+"""Name of the folder -> fields of its configuration; the others are plain."""
 
 PROMPT = "w6 w7 w8 w9"
 
@@ -172,7 +176,9 @@ def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder, expected = work / "package", {}
     for name, model_class in MODELS.items():
         torch.manual_seed(1)
-        model = model_class._from_config(tiny_config(request.param), attn_implementation="sdpa").eval()
+        model = model_class._from_config(
+            tiny_config(request.param, **FIELDS.get(name, {})), attn_implementation="sdpa"
+        ).eval()
         model.save_pretrained(folder / name)
         with torch.no_grad():
             outputs = model(input_ids, use_cache=False).to_tuple()
@@ -338,19 +344,25 @@ class TestEngineContract:
         assert type(layer.scaling) is float
         assert layer.scaling == (width // 2 if variant == "v1" else width) ** -0.5
 
+    @pytest.mark.parametrize(
+        ("fields", "windows"), [({}, (None, None)), (EVERY_FEATURE, (5, None))], ids=["plain", "every feature"]
+    )
     @pytest.mark.parametrize("variant", VARIANTS)
     def test_an_engines_attention_gets_one_ordinary_call_for_each_layer(
-        self, variant: str, monkeypatch: pytest.MonkeyPatch
+        self, variant: str, fields: dict[str, Any], windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         seen = []
 
         def engine(
             module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
         ) -> tuple[torch.Tensor, None]:
-            seen.append((module.layer_idx, query.shape, key.shape, value.shape, kwargs["scaling"], kwargs["instances"]))
+            told = (kwargs["scaling"], kwargs["sliding_window"], kwargs["instances"])
+            seen.append((module.layer_idx, query.shape, key.shape, value.shape, *told))
+            if mask is None and kwargs["sliding_window"] is not None:  # an engine masks by itself, as it is told
+                mask = torch.ones(7, 7, dtype=torch.bool).tril().triu(1 - kwargs["sliding_window"])
             return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
 
-        model = tiny_model(variant, attn_implementation="sdpa")
+        model = tiny_model(variant, attn_implementation="sdpa", **fields)
         expected = model(tokens(2, 7), use_cache=False).logits
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "engine", engine)
         model.config._attn_implementation = "engine"
@@ -358,7 +370,7 @@ class TestEngineContract:
         logits = model(tokens(2, 7), position_ids=position_ids, use_cache=False, instances="engine's own").logits
         shapes = ((2, 8, 7, 16), (2, 2, 7, 16), (2, 2, 7, 16))
         scaling = (8 if variant == "v1" else 16) ** -0.5
-        assert seen == [(i, *shapes, scaling, "engine's own") for i in range(2)]
+        assert seen == [(i, *shapes, scaling, windows[i], "engine's own") for i in range(2)]
         torch.testing.assert_close(logits, expected)
 
     @pytest.mark.parametrize("model_class", [DiffLlamaPreTrainedModel, DiffLlamaModel, *MODELS.values()])
@@ -367,15 +379,20 @@ class TestEngineContract:
             assert getattr(model_class, f"_supports_{flag}") is True, flag
         assert model_class._can_compile_fullgraph is True
 
-    def test_the_tensor_parallel_plan_covers_every_linear_layer_by_its_name(self) -> None:
-        model = tiny_model("v2").model
+    def test_the_tensor_parallel_plan_covers_what_works_on_heads_in_styles_that_transformers_knows(self) -> None:
+        model = tiny_model("v2", use_qk_norm=True).model
         plan, covered = model.config.base_model_tp_plan, set()
-        linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        modules = {
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) or name.endswith(("q_norm", "k_norm"))
+        }
         for pattern in plan:
-            matched = {name for name in linear if fnmatch(name, pattern)}
+            matched = {name for name in modules if fnmatch(name, pattern)}
             assert matched, pattern
             covered |= matched
-        assert covered == linear
+        assert covered == modules
+        assert set(plan.values()) <= set(ALL_PARALLEL_STYLES)
         assert plan["layers.*.self_attn.lambda_proj"] == "colwise"
         assert plan["layers.*.self_attn.o_proj"] == "rowwise"
 
@@ -398,13 +415,16 @@ class TestEngineContract:
         assert torch.equal(model.lm_head(hidden_states), model(tokens(2, 7)).logits)
 
     @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+    @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed queries and keys"])
     @pytest.mark.parametrize("key_value_heads", [4, 2])
     @pytest.mark.parametrize("variant", VARIANTS)
     @torch.no_grad()
     def test_two_halves_of_the_heads_sum_to_the_whole_layer(
-        self, variant: str, key_value_heads: int, implementation: str
+        self, variant: str, key_value_heads: int, normed: bool, implementation: str
     ) -> None:
-        model = tiny_model(variant, torch.float64, implementation, num_key_value_heads=key_value_heads)
+        model = tiny_model(
+            variant, torch.float64, implementation, num_key_value_heads=key_value_heads, use_qk_norm=normed
+        )
         whole, n = model.model.layers[1].self_attn, 9
         hidden_states = torch.randn(2, n, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         positions = model.model.rotary_emb(hidden_states, torch.arange(n)[None])

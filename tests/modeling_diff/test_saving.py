@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny import VARIANTS, tiny_config, tiny_model, tokens
+from tiny import EVERY_FEATURE, VARIANTS, tiny_config, tiny_model, tokens
 from transformers import AutoModel, PreTrainedModel
 
 from diffllama import (
@@ -107,7 +107,7 @@ def assert_survives(model: PreTrainedModel, tmp_path: Path, **arguments: Any) ->
     return loaded
 
 
-def state_dict_shapes(variant: str, heads: int, key_value_heads: int, width: int, **norm: bool) -> dict[str, tuple]:
+def state_dict_shapes(variant: str, heads: int, key_value_heads: int, width: int, **fields: bool) -> dict[str, tuple]:
     """Names and shapes of the interface, for two layers of width 64 with 96 in between and 97 tokens."""
     layer = {
         "input_layernorm.weight": (64,),
@@ -122,24 +122,32 @@ def state_dict_shapes(variant: str, heads: int, key_value_heads: int, width: int
     }
     if variant == "v1":
         layer |= {f"self_attn.lambda_{name}": (width // 2,) for name in ("q1", "k1", "q2", "k2")}
-        if norm.get("head_norm", True) and norm.get("head_norm_affine", True):
+        if fields.get("head_norm", True) and fields.get("head_norm_affine", True):
             layer["self_attn.head_norm.weight"] = (width,)
     else:
         layer["self_attn.lambda_proj.weight"] = (heads, 64)
+    if fields.get("use_qk_norm"):
+        layer |= {f"self_attn.{name}_norm.weight": ({"v1": width // 2, "v2": width}[variant],) for name in "qk"}
+    if fields.get("attention_out_bias"):
+        layer["self_attn.o_proj.bias"] = (64,)
     rest = {"model.embed_tokens.weight": (97, 64), "model.norm.weight": (64,), "lm_head.weight": (97, 64)}
     return rest | {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}
 
 
-@pytest.mark.parametrize("norm", [{}, {"head_norm": False}, {"head_norm_affine": False}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"head_norm": False}, {"head_norm_affine": False}, {"use_qk_norm": True, "attention_out_bias": True}],
+    ids=str,
+)
 @pytest.mark.parametrize(("heads", "key_value_heads", "width"), [(4, 2, 16), (4, 4, 12), (3, 1, 20)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_weights_have_the_names_and_shapes_of_the_interface(
-    variant: str, heads: int, key_value_heads: int, width: int, norm: dict[str, bool], tmp_path: Path
+    variant: str, heads: int, key_value_heads: int, width: int, fields: dict[str, bool], tmp_path: Path
 ) -> None:
     model = tiny_model(
-        variant, num_attention_heads=2 * heads, num_key_value_heads=key_value_heads, head_dim=width, **norm
+        variant, num_attention_heads=2 * heads, num_key_value_heads=key_value_heads, head_dim=width, **fields
     )
-    expected = state_dict_shapes(variant, heads, key_value_heads, width, **norm)
+    expected = state_dict_shapes(variant, heads, key_value_heads, width, **fields)
     assert {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} == expected
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
@@ -161,6 +169,9 @@ def test_a_loaded_model_computes_the_same_bits_and_saves_the_same_bytes(
         {"head_norm_affine": False},
         {"lambda_init": 0.5},
         {"attention_bias": True, "mlp_bias": True},
+        {"attention_bias": True, "attention_out_bias": False},
+        {"sliding_window": 5},
+        EVERY_FEATURE,
         {"num_key_value_heads": 1, "head_dim": 20},
     ],
     ids=str,
