@@ -410,7 +410,11 @@ class DiffLlamaForCausalLM(DiffLlamaPreTrainedModel, GenerationMixin):
         )
 
     def prepare_inputs_for_generation(
-        self, input_ids: torch.Tensor, past_key_values: Cache | None = None, **kwargs: Any
+        self,
+        input_ids: torch.Tensor,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,  # named here, for `generate` looks whether it is
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """What `generate` gives to `forward` for a step; see transformers.
 
@@ -422,7 +426,9 @@ class DiffLlamaForCausalLM(DiffLlamaPreTrainedModel, GenerationMixin):
         if limit and past_key_values is not None and 0 < past_key_values.get_seq_length() <= limit < input_ids.shape[1]:
             past_key_values = None
             kwargs["next_sequence_length"] = None
-        return super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **kwargs)
+        return super().prepare_inputs_for_generation(
+            input_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds, **kwargs
+        )
 
 
 # The generic heads bring their `forward`. Their `__init__` asks AutoModel for the base model, which would have to trust
