@@ -1,128 +1,244 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of checkpoints of other models into ours."""
+"""Conversion of checkpoints: other models' into ours, and ours into other models'."""
 
+import json
 import os
+import re
+import shutil
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
+import torch
+from huggingface_hub import snapshot_download
+from transformers import PreTrainedConfig
 
-from diffllama.conversion import llama
+from diffllama import __version__
+from diffllama.choices import DTYPES, SOURCES, TARGETS
+from diffllama.conversion.checkpoints import NAMES, Checkpoint, Progress, write_shards
 from diffllama.conversion.output_folder import check_free, new_folder
-from diffllama.conversion.weight_map import apply_weight_map
+from diffllama.conversion.recipes import Recipe, find_recipe
+from diffllama.conversion.transformers_models import COMPANIONS, TransformersResult, TransformersSource
+from diffllama.conversion.unilm import AttentionResult, UnilmResult, UnilmSource
+from diffllama.conversion.verification import Verification, VerificationError, compare, free_memory, promise
+from diffllama.conversion.weight_map import CheckpointError, Step, check_tensors, is_dropped, plan
 from diffllama.hub_cards import converted_card
-from diffllama.modeling_diff.modeling_diffllama import DiffLlamaForCausalLM
-
-
-SOURCES = {"llama": llama}
-"""Name of a source -> the module with its `convert_config`, `WEIGHT_MAP` and `new_weights`."""
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
 
 def convert(
     src: str | os.PathLike[str],
     dest: str | os.PathLike[str],
     *,
-    source: str = "llama",
+    source: str | None = None,
+    target: str | None = None,
+    variant: str | None = None,
+    pairing: str | None = None,
+    revision: str | None = None,
     dtype: str = "auto",
+    verify: bool | None = None,
     overwrite: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    max_shard_size: int | str = "5GB",
+    progress: Progress | None = None,
 ) -> Path:
-    """Converts a checkpoint into a complete Hub folder of ours.
+    """Converts a checkpoint into a folder of ours (`source`), or one of ours into another model's (`target`).
 
-    The folder has weights as safetensors, a configuration with `auto_map`, the model's code, tokenizer and generation
-    configuration if the source has them, and a card. It appears at `dest` complete or not at all.
+    Tensors are read and written one at a time. The folder appears at `dest` complete or not at all. It has weights as
+    safetensors, a configuration, whatever tokenizer, chat template and settings for generation the source has, a card,
+    and conversion.json, which says what was made of what and what its verification found; a model of ours has its
+    code too.
 
     Args:
-        src: a folder with a Transformers checkpoint, or a GGUF file (needs the packages of the extra `gguf`).
+        src: a folder, a file, or a repository `owner/name` of the Hub; see `SOURCES` and conversion/README.md.
         dest: the folder to make.
-        source: what `src` is, a key of `SOURCES`.
-        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"` for the dtype in which the source is stored (a GGUF
-            file is expanded to float32).
+        source: what `src` is, one of `SOURCES`.
+        target: what `src`, a folder of ours, is to become, one of `TARGETS`. Give either `source` or `target`.
+        variant: for source="llama": `"v2"` (default), bit-equal, or `"v1"`, a warm start, which is another function.
+        pairing: for source="unilm-v1" with grouped queries: `"flash"` (default), or `"plain"` if it was trained with
+            `multihead_diffattn.py`.
+        revision: branch, tag or commit of a repository of the Hub.
+        dtype: one of `DTYPES`; `"auto"` keeps that of every tensor (a GGUF file is expanded to float32).
+        verify: whether to compute both sides' outputs and compare them before the folder appears; by default if the
+            model fits into the memory that is free.
         overwrite: whether a `dest` that exists is replaced, if it is a model folder.
-        progress: called with the number of tensors converted and their total.
+        max_shard_size: bytes, or a text like "5GB".
+        progress: called with the number of bytes written and their total.
 
     Returns:
         `dest`, absolute.
 
     Raises:
-        FileNotFoundError: `src` does not exist.
+        FileNotFoundError: `src` or its weights do not exist.
         FileExistsError: `dest` may not be replaced (see `new_folder`), or it overlaps with `src`.
-        ValueError: an unknown `source` or `dtype`, or a source with a feature that our model lacks.
+        ValueError: an option is unknown, or the source has a feature that the result lacks.
+        CheckpointError: tensors are missing, unknown, misshapen or unreadable; all of them are listed.
+        VerificationError: the result computes something else than was promised.
+        OSError: the disk is too small, which is found before anything is written, or cannot be written.
         ImportError: `src` is a GGUF file and the packages of the extra `gguf` are not installed.
     """
-    src, dest = Path(os.path.abspath(src)), Path(os.path.abspath(dest))
-    if source not in SOURCES:
-        raise ValueError(f"Unknown source {source!r}. Known: {', '.join(SOURCES)}.")
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise ValueError(f"`dtype` must be 'auto', 'float32', 'bfloat16' or 'float16', got {dtype!r}.")
-    check_source(src)
+    recipe = find_recipe(source, target, variant, pairing)
+    if dtype not in DTYPES:
+        raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+    src, dest = locate(src, revision), Path(os.path.abspath(dest))
     real_src, real_dest = src.resolve(), dest.resolve()  # links may hide that one is in the other
     if real_dest == real_src or real_dest in real_src.parents or real_src in real_dest.parents:
         raise FileExistsError(f"{dest} and {src} overlap. Name a folder outside of the source.")
     check_free(dest, overwrite)
 
-    location = folder_location(src) if src.is_dir() else gguf_location(src)
-    rules = SOURCES[source]
-    config = rules.convert_config(AutoConfig.from_pretrained(**location))  # refuses before any weight is read
-    original, report = AutoModelForCausalLM.from_pretrained(**location, dtype=dtype, output_loading_info=True)
-    check_complete(report, f"{src} and its configuration do not match")
+    opened = recipe.source(src)
+    config = recipe.convert_config(opened.config)  # refuses before any weight is read
+    checkpoint = opened.checkpoint
+    separate_head(checkpoint, opened.config, config)
+    ours = opened.config if target else config
+    weight_map, expected = recipe.weight_map(ours), opened.expected()
+    for name in checkpoint.tensors.keys() - expected.keys():
+        if is_dropped(name, weight_map):
+            checkpoint.drop(name)
+    check_tensors(checkpoint.tensors, expected, str(src))
+    config.dtype = getattr(torch, dtype) if dtype != "auto" else config.dtype or common_dtype(checkpoint)
+    cast = None if dtype == "auto" else config.dtype
+    steps = plan(checkpoint.tensors, weight_map, ours, cast)
+    for name, make in recipe.new_weights(config).items():
+        steps[name] = new_step(make, config.dtype)
+    check_space(sum(step.result.nbytes for step in steps.values()), dest)
 
-    if config.tie_word_embeddings and original.lm_head.weight is not original.model.embed_tokens.weight:
-        config.tie_word_embeddings = False  # the checkpoint has both, and they differ
-    weights = original.state_dict()
-    if config.tie_word_embeddings:
-        del weights["lm_head.weight"]  # the same tensor as the embedding
-    weights = apply_weight_map(weights, rules.WEIGHT_MAP, config, progress)
-    weights |= rules.new_weights(config, original.dtype)
-    model, report = DiffLlamaForCausalLM.from_pretrained(
-        None, config=config, state_dict=weights, dtype=original.dtype, output_loading_info=True
-    )
-    check_complete(report, f"The weight map of {source!r} and our model do not match")
-    model.generation_config = original.generation_config
-    has_tokenizer = src.is_file() or any((src / name).exists() for name in TOKENIZER_FILES)
-    tokenizer = AutoTokenizer.from_pretrained(**location) if has_tokenizer else None
-
+    part = isinstance(opened, UnilmSource) and opened.attention_only
+    result = AttentionResult() if part else recipe.result
     with new_folder(dest, overwrite) as folder:
-        model.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        converted_card(model, tokenizer, source).save(folder / "README.md")
+        write_shards(folder, steps, checkpoint, max_shard_size, result.stem, progress)
+        result.save_config(config, folder)
+        opened.save_companions(folder)
+        verification = verified(verify, recipe, opened, result, config, folder)
+        record = {
+            "tool": f"diffllama {__version__}",
+            "source": {"format": source or DiffLlamaConfig.model_type, "model_type": opened.config.model_type}
+            | origin(src)
+            | {"index_sha256": checkpoint.index_sha256},
+            "result": {"format": target or DiffLlamaConfig.model_type, "variant": ours.diff_variant},
+            "options": {"variant": variant, "pairing": pairing, "dtype": dtype},
+            "verification": verification,
+        }
+        (folder / "conversion.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        parameters = sum(step.result.numel() for step in steps.values())
+        converted_card(ours, record, parameters, chat=has_chat_template(folder), part=part).save(folder / "README.md")
     return dest
 
 
-def check_source(src: Path) -> None:
-    """Raises `FileNotFoundError` or `ValueError` unless `src` looks like a checkpoint."""
-    if not src.exists():
-        raise FileNotFoundError(f"{src} does not exist. Name a folder with config.json and weights, or a GGUF file.")
-    if src.is_dir() and not (src / "config.json").is_file():
-        raise FileNotFoundError(f"{src} has no config.json, so it is not a Transformers checkpoint.")
-    if src.is_file() and src.suffix.lower() != ".gguf":
-        raise ValueError(f"{src} is neither a folder nor a .gguf file.")
+def locate(src: str | os.PathLike[str], revision: str | None) -> Path:
+    """The absolute path of a file or folder, or of a repository's files, downloaded if need be.
+
+    Raises:
+        FileNotFoundError: there is neither.
+        ValueError: a revision of something that is no repository.
+    """
+    path = Path(os.path.abspath(src))
+    name = os.fspath(src)
+    if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        if revision is not None:
+            raise ValueError(f"`revision` goes with a repository of the Hub, and {name} is none, got {revision!r}.")
+        return path
+    try:
+        folder = snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.safetensors", *COMPANIONS])
+        if not list(Path(folder).glob("*.safetensors")):
+            folder = snapshot_download(name, revision=revision, allow_patterns=[f"{NAMES[1].partition('.')[0]}*"])
+    except Exception as error:  # of the network, the cache, the name: to the user they are one
+        raise FileNotFoundError(
+            f"{path} does not exist, and no repository {name} can be had from the Hub: {type(error).__name__}: {error}"
+        ) from error
+    return Path(folder)
 
 
-def folder_location(folder: Path) -> dict[str, Any]:
-    """The arguments with which transformers loads what is in a folder, without running code from there."""
-    return {"pretrained_model_name_or_path": folder, "trust_remote_code": False}
+def origin(src: Path) -> dict[str, str]:
+    """The name of a source and, if it is a repository's snapshot, its revision. Paths stay private."""
+    match = re.search(r"models--([^/]+?)--([^/]+)/snapshots/([^/]+)$", src.as_posix())
+    return {"name": f"{match[1]}/{match[2]}", "revision": match[3]} if match else {"name": src.name}
 
 
-def gguf_location(src: Path) -> dict[str, Any]:
-    """Likewise for a GGUF file, a file of its folder. Raises `ImportError` without the packages that this needs."""
-    if not (is_gguf_available() and is_accelerate_available()):
-        raise ImportError("Reading a GGUF file needs gguf and accelerate: pip install 'diffllama[gguf]'.")
-    return folder_location(src.parent) | {"gguf_file": src.name}
+def separate_head(checkpoint: Checkpoint, *configs: PreTrainedConfig) -> None:
+    """Makes tied embeddings and the checkpoint agree: an output layer beside them is dropped if it is the same, and
+    unties them if it is another."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if not configs[0].tie_word_embeddings or not {head, embedding} <= checkpoint.tensors.keys():
+        return
+    if torch.equal(checkpoint.read(head), checkpoint.read(embedding)):
+        checkpoint.drop(head)
+    else:
+        for config in configs:
+            config.tie_word_embeddings = False
 
 
-def check_complete(report: dict[str, Any], message: str) -> None:
-    """Raises `ValueError` if a model's loading report has missing, unexpected or misshapen tensors."""
-    faults = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
-    if faults:
-        shown = "; ".join(f"{kind}: {', '.join(names[:5])}{', …' * (len(names) > 5)}" for kind, names in faults.items())
-        raise ValueError(f"{message}: {shown}.")
+def common_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype of most tensors."""
+    return Counter(tensor.dtype for tensor in checkpoint.tensors.values()).most_common(1)[0][0]
 
 
-__all__ = ["SOURCES", "convert"]
+def new_step(make: Callable[[], torch.Tensor], dtype: torch.dtype) -> Step:
+    """The step that makes a new tensor."""
+    with torch.device("meta"):
+        shape = make().shape
+    return Step((), lambda: make().to(dtype), torch.empty(shape, dtype=dtype, device="meta"))
+
+
+def check_space(nbytes: int, dest: Path) -> None:
+    """Raises `OSError` if the disk of `dest` has no room for `nbytes` and a little more."""
+    place = next(parent for parent in dest.parents if parent.exists())
+    needed, free = nbytes + (1 << 20), shutil.disk_usage(place).free
+    if needed > free:
+        raise OSError(f"{place} has {free / 1e9:.2f} GB left and the result needs {needed / 1e9:.2f} GB. Make room.")
+
+
+def verified(
+    wanted: bool | None,
+    recipe: Recipe,
+    source: TransformersSource | UnilmSource,
+    result: TransformersResult | UnilmResult,
+    config: PreTrainedConfig,
+    folder: Path,
+) -> dict[str, Any]:
+    """Compares what a folder computes with what its source does, for conversion.json. See `convert`."""
+    if wanted is False:
+        return {"skipped": "not asked for"}
+    dtype, tolerance = promise(config.dtype, recipe.bit_equal, recipe.exact)
+    needed, free = 1.5 * sum(file.stat().st_size for file in folder.glob("*.safetensors")), free_memory()
+    needed *= dtype.itemsize / config.dtype.itemsize
+    if wanted is None and needed > free:
+        return {"skipped": f"needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"}
+    # Whether bits are equal is also up to the kernels that torch chooses for 2h heads and for h. Where it chooses
+    # other ones in one implementation of attention, it need not in the other.
+    for implementation in ("sdpa", "eager"):
+        verification = compare(
+            partial(source.outputs, dtype, implementation),
+            partial(result.outputs, config, folder, dtype, implementation),
+            tolerance,
+            "attention outputs" if isinstance(result, AttentionResult) else "logits",
+        )
+        if verification.passed:
+            break
+    else:
+        raise VerificationError(
+            f"The result computes something else than its source: {verification}. Nothing was written."
+        )
+    source.check_tokenizer(folder)
+    return verification.as_dict() | {"attn_implementation": implementation}
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether a folder's tokenizer knows how to write a chat."""
+    settings = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").is_file() or (
+        settings.is_file() and "chat_template" in json.loads(settings.read_bytes())
+    )
+
+
+__all__ = [
+    "DTYPES",
+    "SOURCES",
+    "TARGETS",
+    "CheckpointError",
+    "Verification",
+    "VerificationError",
+    "convert",
+]

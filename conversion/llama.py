@@ -1,73 +1,131 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Llama -> DIFF V2, with bit-identical logits.
+"""Llama and its relatives -> DIFF V2 with bit-identical logits, or DIFF V1 as a warm start.
 
-Every query head is copied, so both maps of a head are the source's map, and λ's projection is zero, so λ = sigmoid(0)
-= 1/2. Then o1 - λ·o2 = o/2 exactly, and twice the output projection, also exact in floating point, makes up for it.
-(In float16, half of a number below 2⁻¹³ is subnormal and may lose its last bit.)
+V2: every query head is copied, so both maps of a head are the source's map, and λ's projection is zero, so λ =
+sigmoid(0) = 1/2. Then o1 - λ·o2 = o/2 exactly, and twice the output projection, also exact in floating point, makes up
+for it. (In float16, half of a number below 2⁻¹³ is subnormal and may lose its last bit.)
 Training tells the two maps apart: their gradients are g and -g/2.
+
+V1: two heads that read neighbouring key/value heads (under multi-head attention, two neighbouring heads) become the two
+maps of one. λ vectors, λ_init and head norm begin as in the paper, so it is another function than the source: training
+has to make up for it.
 """
 
+from collections.abc import Callable
+
 import torch
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from diffllama.configuration import SHARED_FIELDS
-from diffllama.conversion.weight_map import Rule, WeightMap
+from diffllama.conversion.operations import (
+    double,
+    duplicate_heads,
+    first_half,
+    key_rows,
+    pair_head_columns,
+    pair_query_heads,
+    query_rows,
+    second_half,
+    value_rows,
+)
+from diffllama.conversion.weight_map import Operation, Rule, WeightMap
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
 
-def duplicate_heads(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
-    """[h·D, ...] -> [2h·D, ...]: each head's D rows twice, as neighbours."""
-    return tensor.unflatten(0, (-1, config.head_dim)).repeat_interleave(2, dim=0).flatten(0, 1)
-
-
-def double(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
-    """Twice the tensor."""
-    return tensor * 2
-
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3")
 
 _ATTENTION, _MLP = "model.layers.{i}.self_attn.", "model.layers.{i}.mlp."
-_COPIED = (
+BODY = (
     "model.embed_tokens.weight",
     "model.norm.weight",
     "lm_head.weight",
     "model.layers.{i}.input_layernorm.weight",
     "model.layers.{i}.post_attention_layernorm.weight",
-    *(f"{_ATTENTION}{name}_proj.{kind}" for name in ("k", "v") for kind in ("weight", "bias")),
     *(f"{_MLP}{name}_proj.{kind}" for name in ("gate", "up", "down") for kind in ("weight", "bias")),
-    f"{_ATTENTION}o_proj.bias",
 )
-
-WEIGHT_MAP: WeightMap = {name: Rule(name) for name in _COPIED} | {
-    f"{_ATTENTION}q_proj.weight": Rule(f"{_ATTENTION}q_proj.weight", duplicate_heads),
-    f"{_ATTENTION}q_proj.bias": Rule(f"{_ATTENTION}q_proj.bias", duplicate_heads),
-    f"{_ATTENTION}o_proj.weight": Rule(f"{_ATTENTION}o_proj.weight", double),
-}
+"""Tensors outside of attention, which have Llama's names in every layout."""
 
 
-def new_weights(config: DiffLlamaConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Our tensors that no tensor of the source becomes: λ's projections, zero."""
-    shape = (config.num_attention_heads // 2, config.hidden_size)
-    return {
-        f"{_ATTENTION}lambda_proj.weight".format(i=i): torch.zeros(shape, dtype=dtype)
-        for i in range(config.num_hidden_layers)
+def _weight_map(query: tuple[Operation, ...], output: tuple[Operation, ...]) -> WeightMap:
+    copied = (
+        *BODY,
+        *(f"{_ATTENTION}{name}_proj.{kind}" for name in ("k", "v") for kind in ("weight", "bias")),
+        f"{_ATTENTION}o_proj.bias",
+        f"{_ATTENTION}q_norm.weight",  # Qwen3
+        f"{_ATTENTION}k_norm.weight",
+    )
+    return {name: Rule(name) for name in copied} | {
+        f"{_ATTENTION}q_proj.weight": Rule(f"{_ATTENTION}q_proj.weight", query),
+        f"{_ATTENTION}q_proj.bias": Rule(f"{_ATTENTION}q_proj.bias", query),
+        f"{_ATTENTION}o_proj.weight": Rule(f"{_ATTENTION}o_proj.weight", output),
+        f"{_ATTENTION}qkv_proj.weight": (  # Phi-3
+            Rule(f"{_ATTENTION}q_proj.weight", (query_rows, *query)),
+            Rule(f"{_ATTENTION}k_proj.weight", (key_rows,)),
+            Rule(f"{_ATTENTION}v_proj.weight", (value_rows,)),
+        ),
+        f"{_MLP}gate_up_proj.weight": (
+            Rule(f"{_MLP}gate_proj.weight", (first_half,)),
+            Rule(f"{_MLP}up_proj.weight", (second_half,)),
+        ),
+        f"{_ATTENTION}rotary_emb.inv_freq": None,  # old checkpoints have it; it follows from the configuration
     }
 
 
-def convert_config(source: LlamaConfig) -> DiffLlamaConfig:
-    """The V2 configuration with the same heads, each of two maps.
+WEIGHT_MAPS = {
+    "v2": _weight_map((duplicate_heads,), (double,)),
+    "v1": _weight_map((pair_query_heads,), (pair_head_columns,)),
+}
+"""Variant -> weight map."""
+
+
+def new_weights(config: DiffLlamaConfig) -> dict[str, Callable[[], torch.Tensor]]:
+    """Our tensors that no tensor of the source becomes: λ's, and V1's head norm. They are always the same."""
+    heads, width = config.num_attention_heads // 2, config.rotary_dim
+    new: dict[str, Callable[[], torch.Tensor]] = {}
+    for i in range(config.num_hidden_layers):
+        prefix = _ATTENTION.format(i=i)
+        if config.diff_variant == "v2":
+            new[f"{prefix}lambda_proj.weight"] = lambda: torch.zeros(heads, config.hidden_size)
+            continue
+        new[f"{prefix}head_norm.weight"] = lambda: torch.ones(2 * width)
+        for seed, name in enumerate(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"), start=4 * i):
+
+            def normal(seed: int = seed) -> torch.Tensor:
+                return config.lambda_std_dev * torch.randn(width, generator=torch.Generator().manual_seed(seed))
+
+            new[f"{prefix}{name}"] = normal
+    return new
+
+
+def convert_config(source: PreTrainedConfig, variant: str) -> DiffLlamaConfig:
+    """The configuration with the same heads, each of two maps (V2), or with pairs of them as heads (V1).
 
     Raises:
-        ValueError: the source is no Llama or uses a feature that a differential Llama lacks.
+        ValueError: the source uses a feature that a differential Llama lacks, or its heads cannot be paired.
     """
-    if source.model_type != "llama":
-        raise ValueError(f"`model_type` of the source must be 'llama', got {source.model_type!r}.")
-    if getattr(source, "quantization_config", None) is not None:
-        raise ValueError("The source is quantized (`quantization_config`): convert the original weights instead.")
-    return DiffLlamaConfig(
-        **{field: getattr(source, field) for field in SHARED_FIELDS},
-        diff_variant="v2",
-        num_attention_heads=2 * source.num_attention_heads,
-        num_key_value_heads=source.num_key_value_heads,
-        head_dim=source.head_dim,
-    )
+    for field in ("resid_pdrop", "embd_pdrop"):  # Phi-3
+        if dropout := getattr(source, field, 0.0):
+            raise ValueError(f"`{field}` of the source must be 0 (there is no such dropout), got {dropout}.")
+    heads, key_value_heads = source.num_attention_heads, source.num_key_value_heads
+    width = getattr(source, "head_dim", None) or source.hidden_size // heads
+    if variant == "v2":
+        attention = {"num_attention_heads": 2 * heads, "num_key_value_heads": key_value_heads, "head_dim": width}
+    else:
+        if key_value_heads % 2:
+            raise ValueError(
+                "`num_key_value_heads` of the source must be even for variant='v1', which pairs neighbouring "
+                f"key/value heads, got {key_value_heads}. Use variant='v2'."
+            )
+        attention = {"num_attention_heads": heads, "num_key_value_heads": key_value_heads // 2, "head_dim": 2 * width}
+    fields = {field: getattr(source, field) for field in SHARED_FIELDS if hasattr(source, field)}
+    if source.model_type == "qwen2":
+        fields |= {"attention_bias": True, "attention_out_bias": False}
+    layer_types = getattr(source, "layer_types", None)
+    if getattr(source, "sliding_window", None) is not None and "full_attention" not in set(layer_types or ()):
+        layer_types = ["sliding_attention"] * source.num_hidden_layers
+    if "sliding_attention" in set(layer_types or ()):
+        fields |= {"sliding_window": source.sliding_window, "layer_types": layer_types}
+    if source.model_type == "smollm3" and not all(source.no_rope_layers):
+        fields["no_rope_layers"] = source.no_rope_layers[: source.num_hidden_layers]
+    return DiffLlamaConfig(**fields, **attention, diff_variant=variant, use_qk_norm=source.model_type == "qwen3")

@@ -1,9 +1,12 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Weight maps: what becomes of each tensor of a source checkpoint, as data, and the engine that applies them."""
+"""Weight maps: what becomes of each tensor of a source, as data, and the plan that follows from one.
+
+Shapes are planned with tensors on the meta device, which have a shape and a dtype and no values.
+"""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,58 +14,128 @@ import torch
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
 
-TensorOperation = Callable[[torch.Tensor, DiffLlamaConfig], torch.Tensor]
+Operation = Callable[..., torch.Tensor]
+"""(tensor, our configuration, *the rule's other tensors) -> tensor; see `operations`."""
+
+
+class CheckpointError(ValueError):
+    """Files or tensors of a checkpoint are not what they have to be. The message lists all of them, a line each."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Where a source tensor goes and what is done to it on the way.
+    """What a source tensor becomes.
 
     Attributes:
-        target: name in our state dict, a template with the source's `{i}`.
-        operation: changes the tensor; `None` copies it.
+        target: its name in the result, a template with the source's `{i}`.
+        operations: what is done to it, in this order; none copies it.
+        others: templates of more source tensors that every operation is given.
     """
 
     target: str
-    operation: TensorOperation | None = None
+    operations: tuple[Operation, ...] = ()
+    others: tuple[str, ...] = ()
 
 
-WeightMap = Mapping[str, Rule | None]
-"""Source name, a template with `{i}` for the layer, -> rule; `None` drops the tensor deliberately."""
+WeightMap = Mapping[str, "Rule | tuple[Rule, ...] | None"]
+"""Source name, a template with `{i}` for the layer, -> rule or rules; `None` drops the tensor deliberately."""
 
 
-def apply_weight_map(
-    source: Mapping[str, torch.Tensor],
-    weight_map: WeightMap,
-    config: DiffLlamaConfig,
-    progress: Callable[[int, int], None] | None = None,
-) -> dict[str, torch.Tensor]:
-    """Applies `weight_map` to every tensor of `source`.
+@dataclass(frozen=True)
+class Step:
+    """How one tensor of the result is made.
+
+    Attributes:
+        inputs: names of the source's tensors that it needs; empty for a new tensor.
+        make: the tensor from `inputs`.
+        result: its shape and dtype, on the meta device.
+        copied: whether it is its only input as it is.
+    """
+
+    inputs: tuple[str, ...]
+    make: Callable[..., torch.Tensor]
+    result: torch.Tensor
+    copied: bool = False
+
+
+def find_rules(name: str, weight_map: WeightMap) -> tuple[tuple[Rule, ...], str] | None:
+    """The rules for a source tensor and its layer's number ("" if it has none), or `None` if there is no entry."""
+    for template, entry in weight_map.items():
+        if match := re.fullmatch(re.escape(template).replace(r"\{i\}", "([0-9]+)"), name):
+            rules = (entry,) if isinstance(entry, Rule) else entry or ()
+            return rules, "".join(match.groups())
+    return None
+
+
+def is_dropped(name: str, weight_map: WeightMap) -> bool:
+    """Whether the map drops a source tensor."""
+    found = find_rules(name, weight_map)
+    return found is not None and not found[0]
+
+
+def plan(
+    source: Mapping[str, torch.Tensor], weight_map: WeightMap, config: DiffLlamaConfig, dtype: torch.dtype | None = None
+) -> dict[str, Step]:
+    """How every tensor of the result is made, in the source's order.
 
     Args:
-        source: the source's state dict.
+        source: the source's tensors, on the meta device.
         weight_map: see `WeightMap`.
-        config: configuration of the result, for operations that need sizes.
-        progress: called with the number of tensors done and their total after each one.
-
-    Returns:
-        Our state dict, as far as it comes from tensors of the source.
+        config: our configuration, which operations read sizes from.
+        dtype: what floating-point tensors become; their own dtype by default.
 
     Raises:
-        ValueError: the map has no rule for a tensor, or gives two tensors the same target.
+        CheckpointError: the map has no entry for a tensor, makes one tensor of two, or needs one that is not there.
     """
-    patterns = {re.compile(re.escape(key).replace(r"\{i\}", r"(\d+)")): rule for key, rule in weight_map.items()}
-    result = {}
-    for done, (name, tensor) in enumerate(source.items(), start=1):
-        matches = [(match, rule) for pattern, rule in patterns.items() if (match := pattern.fullmatch(name))]
-        if not matches:
-            raise ValueError(f"The weight map has no rule for tensor {name!r} of shape {tuple(tensor.shape)}.")
-        match, rule = matches[0]
-        if rule is not None:
-            target = rule.target.format(i=match.group(1)) if match.groups() else rule.target
-            if target in result:
-                raise ValueError(f"The weight map makes {target!r} of two tensors, the second of them {name!r}.")
-            result[target] = tensor if rule.operation is None else rule.operation(tensor, config)
-        if progress is not None:
-            progress(done, len(source))
-    return result
+    steps: dict[str, Step] = {}
+    unknown, missing = [], []
+    for name, tensor in source.items():
+        found = find_rules(name, weight_map)
+        if found is None:
+            unknown.append(f"{name} {list(tensor.shape)}")
+            continue
+        rules, layer = found
+        for rule in rules:
+            target = rule.target.format(i=layer)
+            if target in steps:
+                raise CheckpointError(f"The weight map makes {target!r} of two tensors, the second of them {name!r}.")
+            inputs = (name, *(other.format(i=layer) for other in rule.others))
+            if lacking := [other for other in inputs if other not in source]:
+                missing += [f"{other}, to make {target}" for other in lacking]
+                continue
+
+            def make(tensor: torch.Tensor, *others: torch.Tensor, rule: Rule = rule) -> torch.Tensor:
+                for operation in rule.operations:
+                    tensor = operation(tensor, config, *others)
+                return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+            result = make(*(source[other] for other in inputs))
+            copied = not rule.operations and result.dtype == tensor.dtype
+            steps[target] = Step(inputs, make, result, copied)
+    if unknown:
+        raise CheckpointError(lines("The weight map has no entry for these tensors", unknown))
+    if missing:
+        raise CheckpointError(lines("The weight map needs tensors that are not there", missing))
+    return steps
+
+
+def lines(title: str, items: Iterable[str]) -> str:
+    """A message with a line for each item."""
+    return "\n  ".join((f"{title}:", *items))
+
+
+def check_tensors(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], where: str) -> None:
+    """Checks names and shapes.
+
+    Raises:
+        CheckpointError: lists every missing, extra and misshapen tensor with its shapes.
+    """
+    faults = [f"missing: {name} {list(expected[name].shape)}" for name in expected if name not in found]
+    faults += [f"extra: {name} {list(found[name].shape)}" for name in found if name not in expected]
+    faults += [
+        f"misshapen: {name} {list(found[name].shape)}, must be {list(expected[name].shape)}"
+        for name in expected
+        if name in found and found[name].shape != expected[name].shape
+    ]
+    if faults:
+        raise CheckpointError(lines(f"{where} does not have the tensors that its configuration asks for", faults))

@@ -41,7 +41,7 @@ def main() -> int:
         print(f"Using {FOLDER}, converted earlier.", flush=True)
     else:
         print(f"Converting {gguf.name} to differential attention ...", flush=True)
-        print(f"Wrote {convert(gguf, FOLDER, overwrite=True)}", flush=True)
+        print(f"Wrote {convert(gguf, FOLDER, source='llama', overwrite=True)}", flush=True)
     prompt = os.environ.get("PROMPT") or "Why is the sky blue? Answer in two sentences."
     with tempfile.TemporaryDirectory() as modules:  # a new machine's: no remote code is remembered there
         env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": modules}

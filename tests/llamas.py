@@ -1,4 +1,4 @@
-"""Tiny Llama checkpoints, sound and broken, and what a folder holds."""
+"""Tiny checkpoints of Llama and its relatives, sound and broken, and what a folder holds."""
 
 import json
 from collections.abc import Callable
@@ -9,34 +9,80 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGUFWriter
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny import tiny_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
+
+from diffllama.conversion import CheckpointError
 
 
 CHAT_TEMPLATE = "{% for m in messages %}w1 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w2{% endif %}"
 
 
-def llama(folder: Path, save: dict[str, Any] | None = None, **fields: Any) -> Path:
-    """Saves a Llama with random weights, the same for the same fields: two layers, four heads, two key/value heads."""
-    defaults = {
-        "vocab_size": 97,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "pad_token_id": 0,
-        "eos_token_id": None,
-    }
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0 + i / 4 for i in range(8)],
+    "original_max_position_embeddings": 16,
+}
+RELATIVES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "mistral": (MistralConfig, {"sliding_window": None, "head_dim": 24}),
+    "mistral-window": (MistralConfig, {"sliding_window": 8}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 24, "tie_word_embeddings": True}),
+    "qwen3-window": (
+        Qwen3Config,
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "qwen3-biases": (Qwen3Config, {"head_dim": 16, "attention_bias": True}),
+    "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0]}),
+    "phi3-window": (Phi3Config, {"sliding_window": 8}),
+    "phi3-longrope": (Phi3Config, {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
+}
+"""Name -> relatives of Llama, with fields besides `SIZES`."""
+
+
+def save_model(folder: Path, config: PreTrainedConfig, std: float = 0.2, **save: Any) -> Path:
+    """Saves a language model with random weights, the same for the same configuration."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**(defaults | fields)))
+    model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.2)
-    model.save_pretrained(folder, **(save or {}))
+        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=std)
+    model.save_pretrained(folder, **save)
     return folder
+
+
+def llama(folder: Path, save: dict[str, Any] | None = None, **fields: Any) -> Path:
+    """Saves a Llama with random weights: two layers, four heads, two key/value heads."""
+    return save_model(folder, LlamaConfig(**(SIZES | fields)), **(save or {}))
+
+
+def relative(folder: Path, name: str) -> Path:
+    """Saves one of `RELATIVES`."""
+    config_class, fields = RELATIVES[name]
+    return save_model(folder, config_class(**(SIZES | fields)))
 
 
 def add_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> None:
@@ -144,7 +190,7 @@ def _source(folder: Path) -> Path:
     return folder / "src"
 
 
-UP = "model.layers.1.mlp.up_proj.weight"
+UP, Q = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"
 REFUSALS = {
     "missing folder": Refusal(lambda folder: folder / "nowhere", FileNotFoundError, "nowhere does not exist"),
     "no config.json": Refusal(
@@ -156,7 +202,7 @@ REFUSALS = {
         _broken(lambda src: (src / "config.json").write_text("[]")), Exception, "model_type|list"
     ),
     "other model": Refusal(
-        _broken(lambda src: edit_config(src, model_type="mistral")), ValueError, "`model_type`.*'llama', got 'mistral'"
+        _broken(lambda src: edit_config(src, model_type="gemma")), ValueError, "`model_type`.*'llama'.*, got 'gemma'"
     ),
     "unknown model": Refusal(_broken(lambda src: edit_config(src, model_type="nonesuch")), ValueError, "nonesuch"),
     "code of its own": Refusal(
@@ -174,32 +220,54 @@ REFUSALS = {
     ),
     "odd head_dim": Refusal(_broken(lambda src: edit_config(src, head_dim=15)), Exception, "`head_dim`.*got 15|even"),
     "no weights": Refusal(
-        _broken(lambda src: (src / "model.safetensors").unlink()), OSError, r"no file named model\.safetensors"
+        _broken(lambda src: (src / "model.safetensors").unlink()), FileNotFoundError, "src has no weights"
     ),
     "cut safetensors": Refusal(
-        _broken(lambda src: _cut(src / "model.safetensors")), SafetensorError, "incomplete metadata"
+        _broken(lambda src: _cut(src / "model.safetensors")),
+        CheckpointError,
+        r"model\.safetensors: .*incomplete metadata",
     ),
     "empty safetensors": Refusal(
-        _broken(lambda src: (src / "model.safetensors").write_bytes(b"")), SafetensorError, "header too small"
+        _broken(lambda src: (src / "model.safetensors").write_bytes(b"")),
+        CheckpointError,
+        r"model\.safetensors: .*header too small",
     ),
     "missing tensor": Refusal(
-        _broken(lambda src: edit_weights(src, lambda weights: weights.pop(UP))), ValueError, rf"missing_keys: {UP}"
+        _broken(lambda src: edit_weights(src, lambda weights: weights.pop(UP))),
+        CheckpointError,
+        rf"missing: {UP} \[96, 64\]$",
     ),
     "extra tensor": Refusal(
         _broken(lambda src: edit_weights(src, lambda weights: weights.update(more=torch.zeros(2)))),
-        ValueError,
-        "unexpected_keys: more",
+        CheckpointError,
+        r"extra: more \[2\]$",
     ),
     "misshapen tensor": Refusal(
         _broken(lambda src: edit_weights(src, lambda weights: weights.update({UP: torch.zeros(2)}))),
-        RuntimeError,
-        "mismatched",
+        CheckpointError,
+        rf"misshapen: {UP} \[2\], must be \[96, 64\]$",
+    ),
+    "several faults": Refusal(
+        _broken(
+            lambda src: edit_weights(src, lambda weights: weights.update({UP: torch.zeros(2), "x": weights.pop(Q)}))
+        ),
+        CheckpointError,
+        rf"missing: {Q} \[64, 64\]\s+extra: x \[64, 64\]\s+misshapen: {UP} \[2\], must be \[96, 64\]$",
+    ),
+    "integers": Refusal(
+        _broken(lambda src: edit_weights(src, lambda weights: weights.update({UP: torch.zeros(96, 64).int()}))),
+        CheckpointError,
+        rf"model\.safetensors: .*{UP} is I32",
     ),
     "too many layers": Refusal(
-        _broken(lambda src: edit_config(src, num_hidden_layers=3)), ValueError, r"missing_keys: model\.layers\.2.*…"
+        _broken(lambda src: edit_config(src, num_hidden_layers=3)),
+        CheckpointError,
+        r"(\s+missing: model\.layers\.2\.\S+ \[\d+(, 64|, 96)?\]){9}$",
     ),
     "too few layers": Refusal(
-        _broken(lambda src: edit_config(src, num_hidden_layers=1)), ValueError, r"unexpected_keys: model\.layers\.1.*…"
+        _broken(lambda src: edit_config(src, num_hidden_layers=1)),
+        CheckpointError,
+        r"(\s+extra: model\.layers\.1\.\S+ \[\d+(, 64|, 96)?\]){9}$",
     ),
     "broken tokenizer": Refusal(
         _broken(lambda src: (src / "tokenizer.json").write_text("{")), ValueError, "double quotes"
@@ -209,7 +277,9 @@ REFUSALS = {
     "cut gguf header": Refusal(_file("x.gguf", b"GGUF\3\0\0\0\1\0\0\0\0\0\0\0"), Exception, "buffer|unpack"),
     "cut gguf tensor": Refusal(_cut_gguf, ValueError, "cannot reshape"),
     "gguf without tensors": Refusal(
-        lambda folder: gguf_file(folder / "x.gguf"), ValueError, r"x\.gguf and its configuration do not match: missing"
+        lambda folder: gguf_file(folder / "x.gguf"),
+        CheckpointError,
+        r"x\.gguf and its configuration do not match:(\s+missing_keys: \S+){10}$",
     ),
     "occupied dest": Refusal(
         _occupied, FileExistsError, r"dest exists and is not empty\. .*--overwrite", even_to_overwrite=False

@@ -1,36 +1,37 @@
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
-from llamas import CHAT_TEMPLATE, REFUSALS, Refusal, add_tokenizer, edit_config, edit_weights, llama, prepared, snapshot
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llamas import RELATIVES, SIZES, edit_config, edit_weights, llama, relative, save_model
 from safetensors.torch import load_file
 from tiny import tokens
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
 import diffllama.conversion
-from diffllama import DiffLlamaConfig, DiffLlamaForCausalLM
-from diffllama.conversion import convert
-from diffllama.conversion.llama import WEIGHT_MAP, convert_config, new_weights
-from diffllama.conversion.weight_map import apply_weight_map
-from diffllama.modeling_diff import modeling_diffllama
+from diffllama import DiffLlamaForCausalLM
+from diffllama.conversion.llama import WEIGHT_MAPS, convert_config, new_weights
+from diffllama.conversion.transformers_models import expected_tensors
+from diffllama.conversion.weight_map import find_rules, plan
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
 
 
-CASES: dict[str, dict[str, Any]] = {
+LLAMAS: dict[str, dict[str, Any]] = {
     "mha": {"num_key_value_heads": 4},
     "gqa-tied": {"tie_word_embeddings": True},
     "mqa-biases": {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
@@ -55,8 +56,9 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 DTYPES = ("float32", "bfloat16")
-CODE = ("configuration_diffllama.py", "differential_attention.py", "modeling_diffllama.py")
 ONE = "model.layers.0.self_attn."
+CASES = (*LLAMAS, *RELATIVES)
+convert = partial(diffllama.conversion.convert, source="llama")
 
 
 def logits(model: PreTrainedModel) -> torch.Tensor:
@@ -69,27 +71,18 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[Path, Path]]:
-    """Case and dtype -> the Llama's folder and the converted one's."""
+    """Case and dtype -> the source's folder and the converted one's."""
     root, result = tmp_path_factory.mktemp("llamas"), {}
-    for case, fields in CASES.items():
-        source = llama(root / case, **fields)
+    for case in CASES:
+        source = relative(root / case, case) if case in RELATIVES else llama(root / case, **LLAMAS[case])
         for dtype in DTYPES:
-            result[case, dtype] = source, convert(source, root / f"{case}-{dtype}", dtype=dtype)
+            result[case, dtype] = source, convert(source, root / f"{case}-{dtype}", dtype=dtype, verify=False)
     return result
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A Llama with a tokenizer and settings for generation."""
-    folder = llama(tmp_path / "src")
-    add_tokenizer(folder)
-    GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=[2, 3]).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(params=REFUSALS)
-def refusal(request: pytest.FixtureRequest) -> Refusal:
-    return REFUSALS[request.param]
+    return llama(tmp_path / "src")
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -102,7 +95,7 @@ def test_logits_are_equal_bit_for_bit(
         AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=implementation)
         for folder in folders[case, dtype]
     )
-    assert (type(original), type(converted)) == (LlamaForCausalLM, DiffLlamaForCausalLM)
+    assert type(original) is not type(converted) is DiffLlamaForCausalLM
     assert converted.dtype == original.dtype == getattr(torch, dtype)
     assert torch.equal(logits(converted), logits(original))
 
@@ -152,55 +145,10 @@ def test_auto_keeps_the_dtype_of_the_source(stored: str, tmp_path: Path) -> None
     assert {weight.dtype for weight in load_file(folder / "model.safetensors").values()} == {getattr(torch, stored)}
 
 
-def test_shards_are_read(tmp_path: Path) -> None:
-    source = llama(tmp_path / "src", {"max_shard_size": "30KB"})
-    assert len(list(source.glob("model-*.safetensors"))) > 2
-    converted = DiffLlamaForCausalLM.from_pretrained(convert(source, tmp_path / "dest"))
-    assert torch.equal(logits(converted), logits(LlamaForCausalLM.from_pretrained(source)))
-
-
-def test_pickled_weights_become_safetensors(source: Path, tmp_path: Path) -> None:
-    torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
-    (source / "model.safetensors").unlink()
-    folder = convert(source, tmp_path / "dest")
-    assert [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".safetensors")] == [
-        "model.safetensors"
-    ]
-    assert torch.equal(
-        logits(DiffLlamaForCausalLM.from_pretrained(folder)), logits(LlamaForCausalLM.from_pretrained(source))
-    )
-
-
-def test_an_output_layer_that_differs_from_tied_embeddings_is_kept(tmp_path: Path) -> None:
-    source = llama(tmp_path / "src", tie_word_embeddings=True)
-    edit_weights(source, lambda weights: weights.update({"lm_head.weight": torch.randn(97, 64)}))
-    converted = DiffLlamaForCausalLM.from_pretrained(convert(source, tmp_path / "dest"))
-    assert torch.equal(logits(converted), logits(LlamaForCausalLM.from_pretrained(source)))
-
-
 def test_rotary_frequencies_that_old_checkpoints_carry_are_left_out(source: Path, tmp_path: Path) -> None:
     edit_weights(source, lambda weights: weights.update({f"{ONE}rotary_emb.inv_freq": torch.zeros(8)}))
     weights = load_file(convert(source, tmp_path / "dest") / "model.safetensors")
     assert not [name for name in weights if "inv_freq" in name]
-
-
-def test_the_folder_is_complete(source: Path, tmp_path: Path) -> None:
-    before = snapshot(source)
-    folder = convert(str(source), str(tmp_path / "new" / "dest"))
-    assert folder == tmp_path / "new" / "dest"
-    assert snapshot(source) == before
-    assert {file.name for file in folder.iterdir()} == {
-        *CODE,
-        "README.md",
-        "chat_template.jinja",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
-    for name in CODE:
-        assert (folder / name).read_bytes() == Path(modeling_diffllama.__file__).with_name(name).read_bytes()
 
 
 def test_the_folders_configuration_is_the_sources_as_v2(source: Path, tmp_path: Path) -> None:
@@ -213,58 +161,6 @@ def test_the_folders_configuration_is_the_sources_as_v2(source: Path, tmp_path: 
     assert (written["rms_norm_eps"], written["bos_token_id"], written["hidden_size"]) == (1e-4, 5, 64)
 
 
-def test_the_folder_generates_and_tokenizes_as_the_source_does(source: Path, tmp_path: Path) -> None:
-    folder = convert(source, tmp_path / "dest")
-    settings = DiffLlamaForCausalLM.from_pretrained(folder).generation_config
-    assert (settings.do_sample, settings.temperature, settings.top_p) == (True, 0.6, 0.9)
-    assert settings.eos_token_id == [2, 3]
-    old, new = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(folder)
-    assert new("w13 w15 nonesuch").input_ids == old("w13 w15 nonesuch").input_ids == [13, 15, 3]
-    messages = [{"role": "user", "content": "w7"}]
-    assert new.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "w1 w7 w2"
-
-
-def test_settings_of_generation_that_contradict_each_other_are_no_obstacle(source: Path, tmp_path: Path) -> None:
-    settings = {"do_sample": False, "temperature": 0.9, "top_p": 0.6}  # as meta-llama/Llama-2-7b-hf has them
-    (source / "generation_config.json").write_text(json.dumps(settings))
-    try:
-        LlamaForCausalLM.from_pretrained(source).save_pretrained(tmp_path / "again")
-    except ValueError:
-        pytest.skip("this version of transformers saves no model with such settings")
-    written = json.loads((convert(source, tmp_path / "dest") / "generation_config.json").read_text())
-    assert {name: written[name] for name in settings} == settings
-
-
-def test_the_card_has_metadata_and_numbers_of_the_model(source: Path, tmp_path: Path) -> None:
-    folder = convert(source, tmp_path / "dest")
-    card = ModelCard.load(folder / "README.md")
-    assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
-    assert card.data.tags == ["diffllama", "differential-attention", "diff-v2"]
-    assert f"| parameters | {DiffLlamaForCausalLM.from_pretrained(folder).num_parameters():,} |" in card.text
-    assert "messages = [" in card.text
-    assert "{" + "{" not in card.text
-
-
-@pytest.mark.parametrize("chat", [True, False])
-def test_the_card_shows_chat_only_where_the_tokenizer_has_a_template(chat: bool, tmp_path: Path) -> None:
-    source = llama(tmp_path / "src")
-    add_tokenizer(source, CHAT_TEMPLATE if chat else None)
-    text = (convert(source, tmp_path / "dest") / "README.md").read_text()
-    assert ("messages = [" in text) is chat
-
-
-def test_a_source_without_tokenizer_gives_a_folder_without(tmp_path: Path) -> None:
-    folder = convert(llama(tmp_path / "src"), tmp_path / "dest")
-    assert not [file.name for file in folder.iterdir() if "token" in file.name]
-    assert (folder / "README.md").is_file()
-
-
-def test_progress_is_told_after_each_tensor(source: Path, tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    convert(source, tmp_path / "dest", progress=lambda done, total: told.append((done, total)))
-    assert told == [(n, 21) for n in range(1, 22)]
-
-
 def test_training_tells_the_two_maps_of_a_head_apart(source: Path, tmp_path: Path) -> None:
     model = DiffLlamaForCausalLM.from_pretrained(convert(source, tmp_path / "dest"))
     ids = tokens(2, 16)
@@ -274,30 +170,168 @@ def test_training_tells_the_two_maps_of_a_head_apart(source: Path, tmp_path: Pat
     torch.testing.assert_close(second, -first / 2)
 
 
-@pytest.fixture
-def with_biases() -> Iterator[tuple[LlamaForCausalLM, DiffLlamaConfig]]:
-    """A Llama with every tensor that a Llama can have, on the meta device, and what it becomes."""
-    fields = {"hidden_size": 64, "num_hidden_layers": 11, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=97, intermediate_size=96, attention_bias=True, mlp_bias=True, **fields)
-    with torch.device("meta"):
-        yield LlamaForCausalLM(config), convert_config(config)
+def source_config(case: str) -> PreTrainedConfig:
+    config_class, fields = RELATIVES.get(case) or (LlamaConfig, LLAMAS[case])
+    return config_class(**(SIZES | fields))
 
 
-def test_the_weight_map_makes_every_tensor_of_ours(with_biases: tuple[LlamaForCausalLM, DiffLlamaConfig]) -> None:
-    model, config = with_biases
-    made = apply_weight_map(model.state_dict(), WEIGHT_MAP, config)
-    new = new_weights(config, torch.float32)
+@pytest.mark.parametrize("variant", WEIGHT_MAPS)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "mqa-biases"])
+def test_the_weight_map_makes_every_tensor_of_ours(case: str, variant: str) -> None:
+    source = source_config(case)
+    config = convert_config(source, variant)
+    made = {name: step.result for name, step in plan(expected_tensors(source), WEIGHT_MAPS[variant], config).items()}
+    new = {name: make() for name, make in new_weights(config).items()}
     assert not made.keys() & new.keys()
-    expected = DiffLlamaForCausalLM(config).state_dict()
+    expected = expected_tensors(config)
     assert {name: w.shape for name, w in (made | new).items()} == {name: w.shape for name, w in expected.items()}
 
 
-@pytest.mark.parametrize("name", WEIGHT_MAP)
-def test_no_rule_of_the_weight_map_is_idle(name: str, with_biases: tuple[LlamaForCausalLM, DiffLlamaConfig]) -> None:
-    model, config = with_biases
-    rules = {key: rule for key, rule in WEIGHT_MAP.items() if key != name}
-    with pytest.raises(ValueError, match="no rule for tensor"):
-        apply_weight_map(model.state_dict(), rules, config)
+def test_no_entry_of_the_weight_map_is_idle() -> None:
+    names = {name for case in CASES for name in expected_tensors(source_config(case))}
+    used = {name: find_rules(name, WEIGHT_MAPS["v2"]) for name in names | {f"{ONE}rotary_emb.inv_freq"}}
+    assert None not in used.values()
+    templates = {re.sub(r"\d+", "{i}", name) for name in used}
+    assert templates == set(WEIGHT_MAPS["v2"]) == set(WEIGHT_MAPS["v1"])
+
+
+@pytest.mark.parametrize(
+    ("case", "fields"),
+    [
+        ("mha", {}),
+        ("qwen2", {"attention_bias": True, "attention_out_bias": False}),
+        ("qwen3", {"use_qk_norm": True, "head_dim": 24}),
+        ("mistral-window", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2}),
+        (
+            "qwen3-window",
+            {"use_qk_norm": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
+        ),
+        ("smollm3", {"no_rope_layers": [1, 0]}),
+        ("phi3-window", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2}),
+    ],
+)
+def test_a_source_has_the_optional_fields_that_it_needs_and_no_others(case: str, fields: dict[str, Any]) -> None:
+    config, plain = convert_config(source_config(case), "v2"), convert_config(LlamaConfig(**SIZES), "v2")
+    optional = (
+        "attention_bias",
+        "attention_out_bias",
+        "use_qk_norm",
+        "no_rope_layers",
+        "sliding_window",
+        "layer_types",
+    )
+    default = {name: getattr(plain, name) for name in (*optional, "head_dim")}
+    assert {name: getattr(config, name) for name in default} == default | fields
+
+
+def test_dropouts_that_we_lack_are_refused(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "src", Phi3Config(**SIZES))
+    edit_config(source, resid_pdrop=0.1)
+    with pytest.raises(ValueError, match=r"`resid_pdrop` of the source must be 0 .* got 0\.1"):
+        convert(source, tmp_path / "dest")
+    assert not (tmp_path / "dest").exists()
+
+
+def test_a_window_of_the_source_is_a_window_of_ours_when_generating(tmp_path: Path) -> None:
+    source = relative(tmp_path / "src", "mistral-window")
+    original = AutoModelForCausalLM.from_pretrained(source)
+    converted = AutoModelForCausalLM.from_pretrained(convert(source, tmp_path / "dest"))
+    arguments = {"input_ids": tokens(2, 12), "max_new_tokens": 16, "do_sample": False}
+    ids = original.generate(**arguments)
+    assert ids.shape == (2, 28)
+    assert torch.equal(converted.generate(**arguments), ids)
+
+
+def test_a_cache_that_longrope_outgrows_is_filled_anew(tmp_path: Path) -> None:
+    folder = convert(relative(tmp_path / "src", "phi3-longrope"), tmp_path / "dest")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    arguments = {"input_ids": tokens(2, 12), "max_new_tokens": 12, "do_sample": False}  # across 16, the limit
+    ids = model.generate(**arguments)
+    assert ids.shape == (2, 24)
+    assert torch.equal(ids, model.generate(**arguments, use_cache=False))
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    key_value_heads=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    width=st.sampled_from([2, 6, 16]),
+    ratio=st.integers(1, 3),
+    layers=st.integers(1, 2),
+    bias=st.booleans(),
+    length=st.integers(1, 9),
+)
+def test_v2_has_the_same_bits_for_all_shapes(
+    key_value_heads: int, groups: int, width: int, ratio: int, layers: int, bias: bool, length: int
+) -> None:
+    hidden = ratio * key_value_heads * groups  # LlamaConfig wants a multiple of the heads
+    source = LlamaConfig(
+        **SIZES
+        | {"hidden_size": hidden, "num_hidden_layers": layers, "head_dim": width, "attention_bias": bias}
+        | {"num_attention_heads": key_value_heads * groups, "num_key_value_heads": key_value_heads}
+    )
+    config = convert_config(source, "v2")
+    torch.manual_seed(0)
+    original, converted = (
+        AutoModelForCausalLM.from_config(c, attn_implementation="eager").eval() for c in (source, config)
+    )
+    weights = original.state_dict()
+    steps = plan({name: tensor.to("meta") for name, tensor in weights.items()}, WEIGHT_MAPS["v2"], config)
+    made = {name: step.make(*(weights[needed] for needed in step.inputs)) for name, step in steps.items()}
+    converted.load_state_dict(made | {name: make() for name, make in new_weights(config).items()})
+    with torch.no_grad():
+        assert torch.equal(original(tokens(1, length)).logits, converted(tokens(1, length)).logits)
+
+
+# V1
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_v1_pairs_the_heads_of_neighbouring_key_value_heads(groups: int, tmp_path: Path) -> None:
+    source = llama(tmp_path / "src", num_attention_heads=4 * groups, num_key_value_heads=4, head_dim=8)
+    folder = convert(source, tmp_path / "dest", variant="v1")
+    old, new = load_file(source / "model.safetensors"), load_file(folder / "model.safetensors")
+    query, output = old[f"{ONE}q_proj.weight"].view(-1, 8, 64), old[f"{ONE}o_proj.weight"].view(64, -1, 8)
+    for head in range(2 * groups):
+        pair, member = divmod(head, groups)
+        for map in (0, 1):  # heads of the source that read key/value head 2·pair + map
+            theirs = (2 * pair + map) * groups + member
+            assert torch.equal(new[f"{ONE}q_proj.weight"].view(-1, 2, 8, 64)[head, map], query[theirs])
+            assert torch.equal(new[f"{ONE}o_proj.weight"].view(64, -1, 2, 8)[:, head, map], output[:, theirs])
+    for name in ("k_proj", "v_proj"):
+        assert torch.equal(new[f"{ONE}{name}.weight"], old[f"{ONE}{name}.weight"])
+    config = DiffLlamaForCausalLM.from_pretrained(folder).config
+    assert (config.diff_variant, config.num_attention_heads, config.num_key_value_heads) == ("v1", 4 * groups, 2)
+    assert config.head_dim == 16
+
+
+def test_v1_begins_with_the_papers_lambdas_and_norm(source: Path, tmp_path: Path) -> None:
+    weights = load_file(convert(source, tmp_path / "dest", variant="v1") / "model.safetensors")
+    again = load_file(convert(source, tmp_path / "again", variant="v1") / "model.safetensors")
+    vectors = torch.stack([tensor for name, tensor in sorted(weights.items()) if "lambda" in name])
+    assert vectors.shape == (8, 16)
+    assert len({tuple(vector.tolist()) for vector in vectors}) == 8
+    assert 0.08 < vectors.std() < 0.12
+    assert torch.equal(weights[f"{ONE}head_norm.weight"], torch.ones(32))
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def test_v1_says_that_it_is_another_function_and_by_how_much(source: Path, tmp_path: Path) -> None:
+    folder = convert(source, tmp_path / "dest", variant="v1")
+    verification = json.loads((folder / "conversion.json").read_text())["verification"]
+    assert verification["tolerance"] is None
+    assert not verification["bit_equal"]
+    assert 0 < verification["mean_difference"] < verification["max_difference"]
+    assert verification["same_top_token"] < 1
+    assert "not an exact conversion" in (folder / "README.md").read_text()
+
+
+def test_v1_needs_an_even_number_of_key_value_heads(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`num_key_value_heads` .* must be even .* got 1\. Use variant='v2'"):
+        convert(llama(tmp_path / "src", num_key_value_heads=1), tmp_path / "dest", variant="v1")
+
+
+# V2
 
 
 def test_queries_are_doubled_as_neighbours_and_outputs_are_twice_as_large(source: Path, tmp_path: Path) -> None:
@@ -308,103 +342,3 @@ def test_queries_are_doubled_as_neighbours_and_outputs_are_twice_as_large(source
     assert torch.equal(new[f"{ONE}o_proj.weight"], 2 * old[f"{ONE}o_proj.weight"])
     assert new[f"{ONE}lambda_proj.weight"].shape == (4, 64)
     assert torch.count_nonzero(new[f"{ONE}lambda_proj.weight"]) == 0
-
-
-@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
-def test_what_cannot_be_converted_is_refused_and_nothing_changes(
-    refusal: Refusal, overwrite: bool, tmp_path: Path
-) -> None:
-    source, dest = prepared(refusal, tmp_path)
-    if overwrite and refusal.dest == "dest":
-        dest.mkdir(exist_ok=True)
-        (dest / "config.json").write_text("an older model")
-    before = snapshot(tmp_path)
-    overwrite = overwrite and refusal.even_to_overwrite
-    with pytest.raises(refusal.error, match=f"(?s){refusal.message}"):
-        convert(source, dest, overwrite=overwrite)
-    assert snapshot(tmp_path) == before
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dtype": "int8"}, "`dtype` must be 'auto', 'float32', 'bfloat16' or 'float16', got 'int8'"),
-        ({"dtype": torch.float32}, "`dtype` must be .* got torch.float32"),
-        ({"source": "gpt2"}, "Unknown source 'gpt2'. Known: llama"),
-    ],
-    ids=str,
-)
-def test_an_unknown_option_is_refused_with_the_known_ones(
-    options: dict[str, Any], message: str, source: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        convert(source, tmp_path / "dest", **options)
-    assert not (tmp_path / "dest").exists()
-
-
-@pytest.mark.parametrize("package", ["gguf", "accelerate"])
-def test_a_gguf_file_without_the_packages_it_needs_says_what_to_install(
-    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(diffllama.conversion, f"is_{package}_available", lambda: False)
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ImportError, match=r"pip install 'diffllama\[gguf\]'"):
-        convert(tmp_path / "x.gguf", tmp_path / "dest")
-
-
-@pytest.mark.parametrize(("inside", "around"), [("src", "src/new"), ("folder/src", "folder")])
-def test_a_link_does_not_hide_that_source_and_destination_overlap(inside: str, around: str, tmp_path: Path) -> None:
-    llama(tmp_path / "real" / inside)
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    before = snapshot(tmp_path)
-    with pytest.raises(FileExistsError, match="overlap"):
-        convert(tmp_path / "link" / inside, tmp_path / "real" / around, overwrite=True)
-    assert snapshot(tmp_path) == before
-
-
-def test_an_empty_folder_may_be_the_destination(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "dest").mkdir()
-    assert (convert(source, tmp_path / "dest") / "config.json").is_file()
-
-
-def test_overwriting_leaves_nothing_of_the_old_folder(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "dest" / "old").mkdir(parents=True)
-    (tmp_path / "dest" / "config.json").write_text("old")
-    (tmp_path / "dest" / "model-00001-of-00002.safetensors").write_text("old")
-    convert(source, tmp_path / "dest", overwrite=True)
-    fresh = convert(source, tmp_path / "fresh")
-    assert snapshot(tmp_path / "dest") == snapshot(fresh)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dest", "fresh", "src"]
-
-
-@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt(), SystemExit(1)], ids=repr)
-@pytest.mark.parametrize("older", [False, True], ids=["new", "overwrite"])
-@pytest.mark.parametrize(
-    "step", ["DiffLlamaForCausalLM.save_pretrained", "AutoTokenizer.from_pretrained", "converted_card"]
-)
-def test_a_failure_in_the_middle_changes_nothing(
-    step: str, older: bool, error: BaseException, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        if step.endswith("save_pretrained"):
-            (args[1] / "config.json").write_text("half of it")
-        raise error
-
-    if older:
-        (tmp_path / "dest").mkdir()
-        (tmp_path / "dest" / "config.json").write_text("an older model")
-    before = snapshot(tmp_path)
-    monkeypatch.setattr(f"diffllama.conversion.{step}", fail)
-    with pytest.raises(type(error)):
-        convert(source, tmp_path / "dest", overwrite=older)
-    assert snapshot(tmp_path) == before
-
-
-@pytest.mark.parametrize("refused", ["other model", "quantized", "partly rotated", "occupied dest", "dest in src"])
-def test_no_weights_are_read_before_it_is_refused(
-    refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, dest = prepared(REFUSALS[refused], tmp_path)
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda **_: pytest.fail("weights were read"))
-    with pytest.raises(REFUSALS[refused].error, match=REFUSALS[refused].message):
-        convert(source, dest)

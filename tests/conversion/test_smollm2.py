@@ -52,7 +52,7 @@ def gguf() -> Path:
 @pytest.fixture(scope="module")
 def folder(gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The converted model; removed afterwards, for it is half a gigabyte."""
-    folder = convert(gguf, tmp_path_factory.mktemp("smollm2") / "diff")
+    folder = convert(gguf, tmp_path_factory.mktemp("smollm2") / "diff", source="llama", verify=False)
     yield folder
     shutil.rmtree(folder)
 
@@ -132,3 +132,15 @@ def test_ten_prompts_are_continued_with_the_same_text(
     expected = continuations(original, tokenizer, prompts)
     assert len(set(expected)) == 10
     assert continuations(converted, tokenizer, prompts) == expected
+
+
+@pytest.mark.parametrize("target", ["llama", "transformers"])
+def test_there_is_no_way_back_to_a_stock_model(target: str, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"V2 has no stock target|`diff_variant` must be 'v1', got 'v2'"):
+        convert(folder, tmp_path / "back", target=target)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_its_odd_number_of_key_value_heads_cannot_begin_v1(gguf: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must be even for variant='v1'.* got 3"):
+        convert(gguf, tmp_path / "v1", source="llama", variant="v1")

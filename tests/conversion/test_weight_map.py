@@ -5,50 +5,72 @@ import torch
 from tiny import tiny_config
 
 from diffllama import DiffLlamaConfig
-from diffllama.conversion.weight_map import Rule, WeightMap, apply_weight_map
+from diffllama.conversion.weight_map import CheckpointError, Rule, WeightMap, check_tensors, lines, plan
 
 
 CONFIG = tiny_config("v2")
 
 
-def one_hot(n: int) -> torch.Tensor:
-    """A tensor that is told from others."""
-    return torch.eye(8)[n]
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A shape and a dtype."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def test_a_rule_without_operation_passes_the_tensor_itself() -> None:
-    tensor = one_hot(0)
-    assert apply_weight_map({"a": tensor}, {"a": Rule("b")}, CONFIG)["b"] is tensor
+def made(source: dict[str, torch.Tensor], weight_map: WeightMap, dtype: torch.dtype | None = None) -> dict:
+    """What a plan makes of tensors with values."""
+    steps = plan({name: tensor.to("meta") for name, tensor in source.items()}, weight_map, CONFIG, dtype)
+    return {name: step.make(*(source[given] for given in step.inputs)) for name, step in steps.items()}
 
 
-def test_an_operation_is_given_the_tensor_and_the_configuration() -> None:
-    def scale(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
-        return tensor * config.head_dim
+def increase(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
+    return tensor + 1
 
-    made = apply_weight_map({"a": one_hot(0)}, {"a": Rule("a", scale)}, CONFIG)
-    assert torch.equal(made["a"], 16 * one_hot(0))
+
+def double(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
+    return tensor * 2
+
+
+def append(tensor: torch.Tensor, config: DiffLlamaConfig, *others: torch.Tensor) -> torch.Tensor:
+    return torch.cat((tensor, *others))
+
+
+# plan: names
 
 
 def test_the_layers_number_goes_from_source_to_target() -> None:
-    source = {f"layers.{i}.q.weight": one_hot(n) for n, i in enumerate((0, 7, 10, 123))}
-    made = apply_weight_map(source, {"layers.{i}.q.weight": Rule("blocks.{i}.query")}, CONFIG)
-    assert list(made) == ["blocks.0.query", "blocks.7.query", "blocks.10.query", "blocks.123.query"]
-    assert all(torch.equal(tensor, one_hot(n)) for n, tensor in enumerate(made.values()))
+    source = {f"layers.{i}.q.weight": meta(2) for i in (0, 7, 10, 123)}
+    steps = plan(source, {"layers.{i}.q.weight": Rule("blocks.{i}.query")}, CONFIG)
+    assert {name: step.inputs for name, step in steps.items()} == {
+        "blocks.0.query": ("layers.0.q.weight",),
+        "blocks.7.query": ("layers.7.q.weight",),
+        "blocks.10.query": ("layers.10.q.weight",),
+        "blocks.123.query": ("layers.123.q.weight",),
+    }
 
 
 def test_a_target_may_leave_the_layers_number_out() -> None:
-    assert list(apply_weight_map({"layers.0.x": one_hot(0)}, {"layers.{i}.x": Rule("x")}, CONFIG)) == ["x"]
+    assert list(plan({"layers.0.x": meta(2)}, {"layers.{i}.x": Rule("x")}, CONFIG)) == ["x"]
 
 
-def test_two_tensors_never_become_one() -> None:
-    with pytest.raises(ValueError, match=r"'x' of two tensors, the second of them 'layers.1.x'"):
-        apply_weight_map({"layers.0.x": one_hot(0), "layers.1.x": one_hot(1)}, {"layers.{i}.x": Rule("x")}, CONFIG)
+def test_steps_come_in_the_order_of_the_source_and_of_a_tensors_rules() -> None:
+    weight_map: WeightMap = {"a": Rule("a"), "b": (Rule("z"), Rule("y"), Rule("x")), "c": Rule("c")}
+    assert list(plan({name: meta(2) for name in "cba"}, weight_map, CONFIG)) == ["c", "z", "y", "x", "a"]
 
 
-def test_none_drops_a_tensor() -> None:
-    rules: WeightMap = {"a": None, "layers.{i}.a": None, "b": Rule("b")}
-    source = {"a": one_hot(0), "layers.3.a": one_hot(1), "b": one_hot(2)}
-    assert list(apply_weight_map(source, rules, CONFIG)) == ["b"]
+def test_none_and_no_rules_drop_a_tensor() -> None:
+    weight_map: WeightMap = {"a": None, "layers.{i}.a": None, "b": Rule("b"), "c": ()}
+    assert list(plan({name: meta(2) for name in ("a", "layers.3.a", "b", "c")}, weight_map, CONFIG)) == ["b"]
+
+
+def test_symbols_of_regular_expressions_are_ordinary_letters() -> None:
+    name = "a.*[0]+(b)|^$\\d?"
+    assert list(plan({name: meta(2)}, {name: Rule(name)}, CONFIG)) == [name]
+    with pytest.raises(CheckpointError, match="no entry"):
+        plan({"axxx0b": meta(2)}, {"a.*[0]+(b)": Rule("c")}, CONFIG)
+
+
+def test_no_tensor_makes_no_step() -> None:
+    assert plan({}, {"a": Rule("a")}, CONFIG) == {}
 
 
 @pytest.mark.parametrize(
@@ -61,35 +83,179 @@ def test_none_drops_a_tensor() -> None:
         "layers..q.weight",
         "layers.-1.q.weight",
         "layers.0.1.q.weight",
+        "layers.\u0663.q.weight",  # a digit, in Arabic
         "layersx0.q.weight",
         "layers.{i}.q.weight",
         "Layers.0.q.weight",
         "",
     ],
 )
-def test_a_tensor_that_no_rule_names_exactly_is_refused_with_name_and_shape(name: str) -> None:
-    with pytest.raises(ValueError, match="no rule for tensor") as error:
-        apply_weight_map({name: torch.zeros(2, 3)}, {"layers.{i}.q.weight": Rule("q")}, CONFIG)
-    assert repr(name) in str(error.value)
-    assert "(2, 3)" in str(error.value)
+def test_a_tensor_that_no_entry_names_exactly_is_refused(name: str) -> None:
+    with pytest.raises(CheckpointError, match="no entry") as error:
+        plan({name: meta(2, 3)}, {"layers.{i}.q.weight": Rule("q")}, CONFIG)
+    assert f"\n  {name} [2, 3]" in str(error.value)
 
 
-def test_symbols_of_regular_expressions_are_ordinary_letters() -> None:
-    made = apply_weight_map({"a.*[0]+(b)": one_hot(0)}, {"a.*[0]+(b)": Rule("c")}, CONFIG)
-    assert list(made) == ["c"]
+def test_all_tensors_without_an_entry_are_listed_with_their_shapes() -> None:
+    source = {"x": meta(2, 3), "a": meta(1), "layers.0.y": meta(), "z": meta(4, 0)}
+    with pytest.raises(CheckpointError) as error:
+        plan(source, {"a": Rule("a")}, CONFIG)
+    assert str(error.value).splitlines() == [
+        "The weight map has no entry for these tensors:",
+        "  x [2, 3]",
+        "  layers.0.y []",
+        "  z [4, 0]",
+    ]
 
 
-def test_progress_counts_every_tensor_even_those_dropped() -> None:
-    told: list[tuple[int, int]] = []
-    source = {name: one_hot(0) for name in "abc"}
-    apply_weight_map(source, {"a": Rule("a"), "b": None, "c": Rule("c")}, CONFIG, lambda *count: told.append(count))
-    assert told == [(1, 3), (2, 3), (3, 3)]
+@pytest.mark.parametrize(
+    ("source", "weight_map", "second"),
+    [
+        (("layers.0.x", "layers.1.x"), {"layers.{i}.x": Rule("x")}, "layers.1.x"),
+        (("a", "b"), {"a": Rule("x"), "b": Rule("x")}, "b"),
+        (("a",), {"a": (Rule("x"), Rule("x"))}, "a"),
+    ],
+    ids=["layers", "names", "rules"],
+)
+def test_two_tensors_never_become_one(source: tuple[str, ...], weight_map: WeightMap, second: str) -> None:
+    with pytest.raises(CheckpointError, match=f"'x' of two tensors, the second of them '{second}'"):
+        plan({name: meta(2) for name in source}, weight_map, CONFIG)
 
 
-def test_no_tensor_makes_no_tensor() -> None:
-    assert apply_weight_map({}, {"a": Rule("a")}, CONFIG) == {}
+def test_all_other_tensors_that_rules_need_and_do_not_find_are_listed() -> None:
+    weight_map: WeightMap = {"{i}.a": Rule("{i}.b", (append,), ("{i}.x", "y")), "z": None}
+    with pytest.raises(CheckpointError) as error:
+        plan({"0.a": meta(2), "7.a": meta(2), "z": meta(2)}, weight_map, CONFIG)
+    assert str(error.value).splitlines() == [
+        "The weight map needs tensors that are not there:",
+        "  0.x, to make 0.b",
+        "  y, to make 0.b",
+        "  7.x, to make 7.b",
+        "  y, to make 7.b",
+    ]
 
 
-def test_a_rule_cannot_be_changed() -> None:
+# plan: what is done
+
+
+def test_operations_are_applied_in_their_order() -> None:
+    a = torch.tensor([1.0, 5.0])
+    weight_map: WeightMap = {"a": (Rule("x", (increase, double)), Rule("y", (double, increase)), Rule("z"))}
+    results = made({"a": a}, weight_map)
+    assert {name: tensor.tolist() for name, tensor in results.items()} == {"x": [4, 12], "y": [3, 11], "z": [1, 5]}
+
+
+def test_an_operation_is_given_the_tensor_and_the_configuration() -> None:
+    def scale(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
+        assert config is CONFIG
+        return tensor * config.head_dim
+
+    assert made({"a": torch.tensor([1.0, 3.0])}, {"a": Rule("a", (scale,))})["a"].tolist() == [16, 48]
+
+
+def test_every_operation_is_given_the_other_tensors_of_its_own_layer() -> None:
+    source = {"0.a": torch.zeros(1), "1.a": torch.ones(1), "0.x": torch.full((2,), 5.0), "1.x": torch.full((1,), 6.0)}
+    source["y"] = torch.full((1,), 9.0)
+    weight_map: WeightMap = {"{i}.a": Rule("{i}.b", (append, append), ("{i}.x", "y")), "{i}.x": None, "y": None}
+    assert {name: tensor.tolist() for name, tensor in made(source, weight_map).items()} == {
+        "0.b": [0, 5, 5, 9, 5, 5, 9],
+        "1.b": [1, 6, 9, 6, 9],
+    }
+
+
+def test_a_rule_without_operations_passes_the_tensor_itself() -> None:
+    tensor = torch.ones(2)
+    assert made({"a": tensor}, {"a": Rule("b")})["b"] is tensor
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64])
+def test_floating_point_results_have_the_dtype_that_is_asked_for(
+    stored: torch.dtype, dtype: torch.dtype | None
+) -> None:
+    weight_map: WeightMap = {"a": (Rule("x"), Rule("y", (double,)))}
+    expected = stored if dtype is None or not stored.is_floating_point else dtype
+    steps = plan({"a": meta(3, dtype=stored)}, weight_map, CONFIG, dtype)
+    assert [step.result.dtype for step in steps.values()] == [expected] * 2
+    results = made({"a": torch.arange(3).to(stored)}, weight_map, dtype)
+    assert [tensor.dtype for tensor in results.values()] == [expected] * 2
+
+
+def test_operations_compute_before_the_cast() -> None:
+    tensor = torch.tensor([-1.001])
+    result = made({"a": tensor}, {"a": Rule("a", (increase,))}, torch.bfloat16)["a"]
+    assert torch.equal(result, (tensor + 1).bfloat16())
+    assert not torch.equal(result, tensor.bfloat16() + 1)
+
+
+@pytest.mark.parametrize(
+    ("operations", "dtype", "copied"),
+    [
+        ((), None, True),
+        ((), torch.bfloat16, True),
+        ((), torch.float32, False),
+        ((), torch.float16, False),  # as wide, but other bytes
+        ((double,), None, False),
+        ((double,), torch.bfloat16, False),
+    ],
+    ids=["as it is", "its own dtype", "other dtype", "dtype as wide", "operation", "operation, its own dtype"],
+)
+def test_copied_says_that_the_bytes_stay(operations: tuple, dtype: torch.dtype | None, copied: bool) -> None:
+    weight_map: WeightMap = {"a": (Rule("x", operations), Rule("y", operations))}
+    steps = plan({"a": meta(3, dtype=torch.bfloat16)}, weight_map, CONFIG, dtype)
+    assert [step.copied for step in steps.values()] == [copied] * 2
+
+
+def test_a_plan_computes_shapes_and_no_values() -> None:
+    devices = []
+
+    def transpose(tensor: torch.Tensor, config: DiffLlamaConfig, other: torch.Tensor) -> torch.Tensor:
+        devices.extend([tensor.device.type, other.device.type])
+        return tensor.T
+
+    source = {"a": meta(10**7, 10**6), "t": meta(5, 10**7, dtype=torch.bfloat16)}  # 40 TB
+    weight_map: WeightMap = {"a": (Rule("a", (double,)), Rule("t", (transpose, append), ("t",))), "t": None}
+    steps = plan(source, weight_map, CONFIG, torch.float16)
+    assert {name: list(step.result.shape) for name, step in steps.items()} == {
+        "a": [10**7, 10**6],
+        "t": [10**6 + 5, 10**7],
+    }
+    assert {step.result.device.type for step in steps.values()} == set(devices) == {"meta"}
+    assert {step.result.dtype for step in steps.values()} == {torch.float16}
+
+
+def test_a_rule_and_a_step_cannot_be_changed() -> None:
+    step = plan({"a": meta(2)}, {"a": Rule("a")}, CONFIG)["a"]
     with pytest.raises(FrozenInstanceError):
         Rule("a").target = "b"
+    with pytest.raises(FrozenInstanceError):
+        step.copied = False
+
+
+# check_tensors
+
+
+def test_tensors_with_the_right_names_and_shapes_pass_in_any_order_and_dtype() -> None:
+    found = {"b": meta(3, dtype=torch.bfloat16), "a": torch.zeros(2, 0)}
+    assert check_tensors(found, {"a": meta(2, 0), "b": meta(3)}, "src") is None
+
+
+def test_all_missing_extra_and_misshapen_tensors_are_listed_at_once() -> None:
+    expected = {"a": meta(2, 3), "b": meta(4), "c": meta(5), "d": meta(), "e": meta(1), "f": meta(6)}
+    found = {"x": meta(7, 1), "y": meta(), "c": meta(5, 1), "f": meta(6), "d": meta(1), "e": meta()}
+    with pytest.raises(CheckpointError) as error:
+        check_tensors(found, expected, "/models/src")
+    assert str(error.value).splitlines() == [
+        "/models/src does not have the tensors that its configuration asks for:",
+        "  missing: a [2, 3]",
+        "  missing: b [4]",
+        "  extra: x [7, 1]",
+        "  extra: y []",
+        "  misshapen: c [5, 1], must be [5]",
+        "  misshapen: d [1], must be []",
+        "  misshapen: e [], must be [1]",
+    ]
+
+
+def test_a_message_has_a_line_for_each_item() -> None:
+    assert lines("These are wrong", ["a", "b"]) == "These are wrong:\n  a\n  b"

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points, version
@@ -35,11 +36,13 @@ def module(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
 
 
-def assert_one_line_of_error(err: str) -> str:
-    """Checks that stderr ends in one line of error, the only one. Returns it."""
+def error_of(err: str) -> str:
+    """Checks that stderr ends in one error, a line or, where it lists several faults, more. Returns it."""
     lines = [line for line in err.splitlines() if line.strip()]
-    assert [i for i, line in enumerate(lines) if line.startswith("Error: ")] == [len(lines) - 1]
-    return lines[-1]
+    (start,) = [i for i, line in enumerate(lines) if line.startswith("Error: ")]
+    assert start == len(lines) - 1 or lines[start].startswith("Error: CheckpointError: ")
+    assert all(line.startswith("  ") for line in lines[start + 1 :])
+    return "\n".join(lines[start:])
 
 
 @pytest.fixture
@@ -71,7 +74,7 @@ def test_python_m_diffllama_converts_a_llama_and_then_refuses_to_replace_it(sour
     result = module("convert", source, tmp_path / "dest", "--from", "llama")
     assert (result.returncode, result.stdout) == (1, "")
     assert "Traceback" not in result.stderr
-    assert "dest exists and is not empty" in assert_one_line_of_error(result.stderr)
+    assert "dest exists and is not empty" in error_of(result.stderr)
     assert snapshot(tmp_path) == before
 
 
@@ -112,7 +115,7 @@ def test_what_cannot_be_converted_is_one_line_of_error(
     before = snapshot(tmp_path)
     status, err = call(capsys, "convert", source, dest, "--from", "llama")
     assert status == 1
-    assert_one_line_of_error(err)
+    assert re.search(refusal.message, error_of(err), re.DOTALL)
     assert snapshot(tmp_path) == before
 
 
@@ -123,16 +126,70 @@ def test_an_interruption_ends_with_status_130_and_changes_nothing(
         raise KeyboardInterrupt
 
     before = snapshot(tmp_path)
-    monkeypatch.setattr(DiffLlamaForCausalLM, "save_pretrained", interrupt)
+    monkeypatch.setattr("diffllama.conversion.converted_card", interrupt)
     status, _ = call(capsys, "convert", source, tmp_path / "dest", "--from", "llama")
     assert status == 130
+    assert snapshot(tmp_path) == before
+
+
+def test_what_was_verified_is_told(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, err = call(capsys, "convert", source, tmp_path / "v2", "--from", "llama")
+    assert "Verified, promised: bit-equal. Logits of 3 sequences of 32 tokens in float32, with and without cache" in err
+    _, err = call(capsys, "convert", source, tmp_path / "v1", "--from", "llama", "--variant", "v1")
+    assert re.search(r"NOT EXACT, a warm start.* max difference [\d.]+, mean [\d.]+", err)
+    _, err = call(capsys, "convert", source, tmp_path / "no", "--from", "llama", "--no-verify")
+    assert "Not verified: not asked for." in err
+
+
+def test_every_option_reaches_the_conversion(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def convert(src: Any, dest: Path, **options: Any) -> Path:
+        given.update(options, src=src, dest=dest)
+        (tmp_path / "conversion.json").write_text('{"verification": {"skipped": "a test"}}')
+        return tmp_path
+
+    monkeypatch.setattr("diffllama.conversion.convert", convert)
+    options = (
+        "--from unilm-v1 --pairing plain --revision main --dtype float16 --verify --overwrite --max-shard-size 1GB"
+    )
+    assert call(capsys, "convert", "some/model", "dest", *options.split())[0] == 0
+    assert callable(given.pop("progress"))
+    assert given == {
+        "src": "some/model", "dest": Path("dest"), "source": "unilm-v1", "target": None, "variant": None,
+        "pairing": "plain", "revision": "main", "dtype": "float16", "verify": True, "overwrite": True,
+        "max_shard_size": "1GB",
+    }  # fmt: skip
+    assert call(capsys, "convert", "src", "dest", "--to", "unilm-v2")[0] == 0
+    assert (given["source"], given["target"], given["verify"], given["dtype"]) == (None, "unilm-v2", None, "auto")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([], "Give `source`"),
+        (["--from", "llama", "--to", "transformers"], "Give `source`"),
+        (["--to", "llama"], "V2 has no stock target"),
+        (["--from", "llama", "--pairing", "plain"], "`pairing`"),
+        (["--from", "llama", "--max-shard-size", "much"], "much"),
+    ],
+    ids=" ".join,
+)
+def test_options_that_do_not_go_together_are_one_line_of_error(
+    options: list[str], told: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = snapshot(tmp_path)
+    status, err = call(capsys, "convert", source, tmp_path / "dest", *options)
+    assert status == 1
+    assert told in error_of(err)
     assert snapshot(tmp_path) == before
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["convert", "SRC", "DEST"], "--from"),
         (["convert", "SRC", "--from", "llama"], "DEST"),
         (["convert", "--from", "llama"], "SRC"),
         (["convert", "SRC", "DEST", "MORE", "--from", "llama"], "MORE"),
@@ -156,7 +213,24 @@ def test_a_wrong_command_line_is_told_what_is_wrong(arguments: list[str], told: 
     ("arguments", "told"),
     [
         (["--help"], ("convert", "--version")),
-        (["convert", "--help"], ("SRC", "DEST", "--from", "--dtype", "--overwrite", "bfloat16", "bit-identical")),
+        (
+            ["convert", "--help"],
+            (
+                "SRC",
+                "DEST",
+                "--from",
+                "--to",
+                "--dtype",
+                "--overwrite",
+                "--verify",
+                "bfloat16",
+                "unilm-v1",
+                "--pairing",
+                "--variant",
+                "--revision",
+                "bit-identical",
+            ),
+        ),
     ],
     ids=" ".join,
 )

@@ -1,0 +1,107 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which conversions there are."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedConfig
+
+from diffllama.choices import PAIRINGS, SOURCES, TARGETS, VARIANTS, Pairing, Variant
+from diffllama.conversion import llama, transformers_diffllama, unilm
+from diffllama.conversion.transformers_models import TransformersResult, TransformersSource
+from diffllama.conversion.unilm import UnilmResult, UnilmSource
+from diffllama.conversion.weight_map import WeightMap
+from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One kind of conversion.
+
+    Attributes:
+        source: opens what is converted.
+        result: what it becomes.
+        convert_config: the result's configuration from the source's; refuses what cannot be converted.
+        weight_map: the weight map, chosen by our configuration.
+        bit_equal: whether outputs are promised to be equal bit for bit in the result's dtype, and not only up to
+            `verification.TOLERANCE` in float32.
+        exact: whether anything is promised at all.
+        new_weights: tensors that no tensor of the source becomes.
+    """
+
+    source: Callable[[Path], TransformersSource | UnilmSource]
+    result: TransformersResult | UnilmResult
+    convert_config: Callable[[Any], PreTrainedConfig]
+    weight_map: Callable[[DiffLlamaConfig], WeightMap]
+    bit_equal: bool = False
+    exact: bool = True
+    new_weights: Callable[[DiffLlamaConfig], dict[str, Callable[[], torch.Tensor]]] = lambda config: {}
+
+
+def find_recipe(source: str | None, target: str | None, variant: str | None, pairing: str | None) -> Recipe:
+    """The conversion that arguments of `convert` name. Raises `ValueError` if there is none."""
+    if (source is None) == (target is None):
+        raise ValueError(f"Give `source` (one of {', '.join(SOURCES)}) or `target` (one of {', '.join(TARGETS)}).")
+    if source is not None and source not in SOURCES:
+        raise ValueError(f"Unknown source {source!r}. Known: {', '.join(SOURCES)}.")
+    if target is not None and target not in TARGETS:
+        raise ValueError(
+            f"A differential model cannot become {target!r}, which does not compute a difference of two softmax maps. "
+            f"Known targets: {', '.join(TARGETS)} (transformers' diffllama is V1; V2 has no stock target)."
+        )
+    for option, value, known, owner in (
+        ("variant", variant, VARIANTS, "llama"),
+        ("pairing", pairing, PAIRINGS, "unilm-v1"),
+    ):
+        if value is not None and (value not in known or source != owner):
+            raise ValueError(
+                f"`{option}` is one of {', '.join(known)} and goes with source={owner!r}, got {value!r} with "
+                f"{source or target!r}."
+            )
+    if source == "llama":
+        chosen = variant or "v2"
+        return Recipe(
+            source=partial(TransformersSource, model_types=llama.MODEL_TYPES),
+            result=TransformersResult(),
+            convert_config=partial(llama.convert_config, variant=chosen),
+            weight_map=lambda config: llama.WEIGHT_MAPS[chosen],
+            bit_equal=True,
+            exact=chosen == "v2",
+            new_weights=llama.new_weights,
+        )
+    if source == "transformers":
+        return Recipe(
+            source=partial(TransformersSource, model_types=transformers_diffllama.MODEL_TYPES),
+            result=TransformersResult(),
+            convert_config=transformers_diffllama.convert_config,
+            weight_map=lambda config: transformers_diffllama.FROM_TRANSFORMERS,
+        )
+    if source is not None:
+        modules, keys = cast(Variant, source.removeprefix("unilm-")), cast(Pairing, pairing or "flash")
+        return Recipe(
+            source=partial(UnilmSource, variant=modules, pairing=keys),
+            result=TransformersResult(),
+            convert_config=partial(unilm.convert_config, pairing=keys),
+            weight_map=lambda config: unilm.FROM_UNILM[modules, keys],
+        )
+    ours = partial(TransformersSource, model_types=(DiffLlamaConfig.model_type,))
+    if target == "transformers":
+        return Recipe(
+            source=ours,
+            result=TransformersResult(),
+            convert_config=transformers_diffllama.convert_config_back,
+            weight_map=transformers_diffllama.weight_map_back,
+        )
+    assert target is not None
+    return Recipe(
+        source=ours,
+        result=UnilmResult(),
+        convert_config=partial(unilm.convert_config_back, variant=cast(Variant, target.removeprefix("unilm-"))),
+        weight_map=lambda config: unilm.TO_UNILM[config.diff_variant],
+        new_weights=unilm.new_weights,
+    )

@@ -1,0 +1,129 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""transformers' own `diffllama` <-> DIFF V1.
+
+Its head i of h is made of the query, key and value vectors i and i + h (of keys and values, j and j + their half),
+where ours are neighbours; its output projection reads heads in our order. It has no learned head norm, so ours goes
+into the output projection on the way out. That norm's ε is `rms_norm_eps`, where ours is 1e-5: values are scaled.
+"""
+
+from transformers import DiffLlamaConfig as TransformersDiffLlamaConfig
+
+from diffllama.configuration import SHARED_FIELDS
+from diffllama.conversion.llama import BODY
+from diffllama.conversion.operations import (
+    fold_head_norm,
+    halves_from_neighbours,
+    neighbours_from_halves,
+    scale_to_our_epsilon,
+    scale_to_their_epsilon,
+)
+from diffllama.conversion.weight_map import Operation, Rule, WeightMap
+from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
+
+
+MODEL_TYPES = ("diffllama",)
+
+_ATTENTION = "model.layers.{i}.self_attn."
+LAMBDAS = tuple(f"{_ATTENTION}lambda_{name}" for name in ("q1", "k1", "q2", "k2"))
+_COPIED = (*BODY, *LAMBDAS, f"{_ATTENTION}o_proj.bias")
+
+
+def _heads(reorder: Operation, scale: Operation) -> WeightMap:
+    return {
+        f"{_ATTENTION}{name}_proj.{kind}": Rule(f"{_ATTENTION}{name}_proj.{kind}", operations)
+        for name, operations in (("q", (reorder,)), ("k", (reorder,)), ("v", (reorder, scale)))
+        for kind in ("weight", "bias")
+    }
+
+
+_OUTPUT, _NORM = f"{_ATTENTION}o_proj.weight", f"{_ATTENTION}head_norm.weight"
+COPIED: WeightMap = {name: Rule(name) for name in _COPIED}
+FROM_TRANSFORMERS: WeightMap = {
+    **COPIED,
+    **_heads(neighbours_from_halves, scale_to_our_epsilon),
+    _OUTPUT: Rule(_OUTPUT),
+    f"{_ATTENTION}rotary_emb.inv_freq": None,
+}
+TO_TRANSFORMERS: WeightMap = {
+    **COPIED,
+    **_heads(halves_from_neighbours, scale_to_their_epsilon),
+    _OUTPUT: Rule(_OUTPUT),
+}
+TO_TRANSFORMERS_WITH_NORM: WeightMap = {
+    **TO_TRANSFORMERS,
+    _OUTPUT: Rule(_OUTPUT, (fold_head_norm,), (_NORM,)),
+    _NORM: None,  # in the output projection
+}
+
+
+def convert_config(source: TransformersDiffLlamaConfig) -> DiffLlamaConfig:
+    """The V1 configuration of the same heads.
+
+    Raises:
+        ValueError: heads that cannot be paired, or ε = 0.
+    """
+    if source.num_attention_heads % 2 or source.num_key_value_heads % 2:
+        raise ValueError(
+            "`num_attention_heads` and `num_key_value_heads` of the source must be even, got "
+            f"{source.num_attention_heads} and {source.num_key_value_heads}."
+        )
+    if not source.rms_norm_eps > 0:
+        raise ValueError(f"`rms_norm_eps` of the source must be positive, got {source.rms_norm_eps}.")
+    width = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
+    return DiffLlamaConfig(
+        **{field: getattr(source, field) for field in SHARED_FIELDS if hasattr(source, field)},
+        diff_variant="v1",
+        num_attention_heads=source.num_attention_heads,
+        num_key_value_heads=source.num_key_value_heads // 2,
+        head_dim=2 * width,
+        lambda_std_dev=source.lambda_std_dev,
+        head_norm_affine=False,
+    )
+
+
+def convert_config_back(config: DiffLlamaConfig) -> TransformersDiffLlamaConfig:
+    """The configuration of transformers' `diffllama` with our heads.
+
+    Raises:
+        ValueError: ours has what theirs lacks.
+    """
+    refuse(
+        config,
+        "transformers' diffllama",
+        diff_variant="v1",
+        lambda_init="exponential",
+        head_norm=True,
+        mlp_bias=False,
+        attention_out_bias=config.attention_bias,
+        use_qk_norm=False,
+        no_rope_layers=None,
+        sliding_window=None,
+        attention_dropout=0.0,
+    )
+    if not config.rms_norm_eps > 0:
+        raise ValueError(f"`rms_norm_eps` must be positive, got {config.rms_norm_eps}.")
+    assert config.num_key_value_heads is not None  # set when the configuration is made
+    return TransformersDiffLlamaConfig(
+        **{field: getattr(config, field) for field in SHARED_FIELDS if field != "mlp_bias"},
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=2 * config.num_key_value_heads,
+        head_dim=config.rotary_dim,
+        lambda_std_dev=config.lambda_std_dev,
+    )
+
+
+def weight_map_back(config: DiffLlamaConfig) -> WeightMap:
+    """The weight map for a model of ours with or without a weight of its head norm."""
+    return TO_TRANSFORMERS_WITH_NORM if config.head_norm_affine else TO_TRANSFORMERS
+
+
+def refuse(config: DiffLlamaConfig, who: str, **required: object) -> None:
+    """Raises `ValueError`, naming every field of ours that does not have the only value that the other side knows."""
+    faults = [
+        f"`{field}` must be {value!r}, got {getattr(config, field)!r}"
+        for field, value in required.items()
+        if getattr(config, field) != value
+    ]
+    if faults:
+        raise ValueError(f"This model cannot become {who}: {'; '.join(faults)}.")

@@ -1,0 +1,181 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that transformers loads, as sources and as results of a conversion: stock models and our own."""
+
+import shutil
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
+
+from diffllama.conversion.checkpoints import Checkpoint, TensorsInMemory, open_checkpoint
+from diffllama.conversion.verification import Outputs, VerificationError, model_outputs
+from diffllama.conversion.weight_map import CheckpointError, lines
+
+
+COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "tekken.json",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "generation_config.json",
+)
+"""Files beside the weights that belong to a tokenizer, a chat template or generation; they are copied as they are."""
+
+SAMPLE_TEXT = "Differential attention cancels noise, 4173 times: naïve façade, 北京 🙂\n\tdef f(x): return x  # ok"
+
+
+def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a configuration, without values."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def expected_tensors(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
+    """Names and shapes of the tensors that a checkpoint with this configuration has, on the meta device."""
+    tensors = meta_model(config).state_dict()
+    if config.tie_word_embeddings:
+        del tensors["lm_head.weight"]  # the same tensor as the embedding
+    return tensors
+
+
+def copy_companions(src: Path, folder: Path) -> None:
+    """Copies the files of a folder `src` that belong to a tokenizer, a chat template or generation."""
+    for pattern in COMPANIONS:
+        for file in src.glob(pattern):
+            if file.is_file():
+                (folder / file.relative_to(src).parent).mkdir(exist_ok=True)
+                shutil.copyfile(file, folder / file.relative_to(src))
+
+
+def load(location: dict[str, Any], dtype: torch.dtype, implementation: str) -> PreTrainedModel:
+    """Loads a model to be compared with another one."""
+    return AutoModelForCausalLM.from_pretrained(**location, dtype=dtype, attn_implementation=implementation).eval()
+
+
+class TransformersSource:
+    """A folder with a checkpoint of a model of transformers, or a GGUF file of one.
+
+    Args:
+        src: the folder or file.
+        model_types: the model types that are accepted.
+
+    Raises:
+        FileNotFoundError: there is no such folder or file, or no config.json in the folder.
+        ValueError: `src` is another kind of file.
+        ImportError: it is a GGUF file and the packages of the extra `gguf` are not installed.
+    """
+
+    def __init__(self, src: Path, model_types: Sequence[str]) -> None:
+        if not src.exists():
+            raise FileNotFoundError(f"{src} does not exist. Name a folder with config.json and weights or a GGUF file.")
+        if src.is_dir() and not (src / "config.json").is_file():
+            raise FileNotFoundError(f"{src} has no config.json, so it is not a Transformers checkpoint.")
+        if src.is_file() and src.suffix.lower() != ".gguf":
+            raise ValueError(f"{src} is neither a folder nor a .gguf file.")
+        if src.is_file() and not (is_gguf_available() and is_accelerate_available()):
+            raise ImportError("Reading a GGUF file needs gguf and accelerate: pip install 'diffllama[gguf]'.")
+        self.src = src
+        self.model_types = model_types
+        # `trust_remote_code=False`: code that lies in the folder is never run
+        location = {"pretrained_model_name_or_path": src, "trust_remote_code": False}
+        file = {"pretrained_model_name_or_path": src.parent, "gguf_file": src.name}
+        self.location = location if src.is_dir() else location | file
+
+    @cached_property
+    def config(self) -> PreTrainedConfig:
+        """The source's configuration.
+
+        Raises:
+            ValueError: it is of another model type, or of a quantized model.
+        """
+        config = AutoConfig.from_pretrained(**self.location)
+        if config.model_type not in self.model_types:
+            known = ", ".join(map(repr, self.model_types))
+            raise ValueError(f"`model_type` of the source must be one of {known}, got {config.model_type!r}.")
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError("The source is quantized (`quantization_config`): convert the original weights instead.")
+        return config
+
+    @cached_property
+    def gguf_model(self) -> PreTrainedModel:
+        """The model that transformers makes of a GGUF file, its weights expanded to float32."""
+        model, report = AutoModelForCausalLM.from_pretrained(**self.location, output_loading_info=True)
+        if faults := [f"{kind}: {name}" for kind, names in report.items() for name in sorted(map(str, names))]:
+            raise CheckpointError(lines(f"{self.src} and its configuration do not match", faults))
+        return model.eval()
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The source's tensors; those of a folder are read one by one, a GGUF file's are all in memory."""
+        if self.src.is_dir():
+            return open_checkpoint(self.src)
+        tensors = self.gguf_model.state_dict()
+        if self.gguf_model.lm_head.weight is self.gguf_model.model.embed_tokens.weight:
+            del tensors["lm_head.weight"]
+        return Checkpoint.of_file(TensorsInMemory(tensors), self.src)
+
+    def expected(self) -> dict[str, torch.Tensor]:
+        """Names and shapes that the tensors must have."""
+        return expected_tensors(self.config)
+
+    def outputs(self, dtype: torch.dtype, implementation: str) -> Outputs:
+        """What the model computes in a dtype with an implementation of attention, see `verification`."""
+        if self.src.is_dir():
+            return model_outputs(load(self.location, dtype, implementation))
+        model = self.gguf_model.to(dtype)
+        model.set_attn_implementation(implementation)
+        return model_outputs(model)
+
+    def save_companions(self, folder: Path) -> None:
+        """Puts tokenizer, chat template and settings for generation into a folder: untouched, if they are files."""
+        if self.src.is_file():
+            AutoTokenizer.from_pretrained(**self.location).save_pretrained(folder)
+            self.gguf_model.generation_config.save_pretrained(folder)
+        copy_companions(self.src, folder)
+
+    def check_tokenizer(self, folder: Path) -> None:
+        """Checks that the tokenizer in a folder, if there is one, does what the source's does.
+
+        Raises:
+            VerificationError: it encodes a text otherwise.
+            Exception: whatever transformers raises on tokenizer files that are broken.
+        """
+        if (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.json").is_file():
+            old, new = (AutoTokenizer.from_pretrained(**place) for place in (self.location, result_location(folder)))
+            if old(SAMPLE_TEXT).input_ids != new(SAMPLE_TEXT).input_ids:
+                raise VerificationError(f"The tokenizer of {self.src} encodes otherwise in the converted folder.")
+
+
+def result_location(folder: Path) -> dict[str, Any]:
+    """The arguments with which transformers loads a converted folder, with the classes that are installed."""
+    return {"pretrained_model_name_or_path": folder, "trust_remote_code": False}
+
+
+class TransformersResult:
+    """A folder that transformers loads: a model of ours, with its code, or a stock model."""
+
+    stem = "model"
+    """What files of weights are called."""
+
+    def save_config(self, config: PreTrainedConfig, folder: Path) -> None:
+        """Writes everything but weights that makes a folder a model's."""
+        model = meta_model(config)
+        config.architectures = [type(model).__name__]
+        if type(model).is_remote_code():
+            custom_object_save(model, str(folder), config=config)
+        config.save_pretrained(folder)
+
+    def outputs(self, config: PreTrainedConfig, folder: Path, dtype: torch.dtype, implementation: str) -> Outputs:
+        """What the model in a folder computes in a dtype with an implementation of attention."""
+        return model_outputs(load(result_location(folder), dtype, implementation))

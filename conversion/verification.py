@@ -1,0 +1,162 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a conversion computes what its source computes."""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import psutil
+import torch
+from transformers import PreTrainedModel
+
+
+TOLERANCE = 1e-5
+"""Largest difference of outputs in float32, as a share of the largest output, of conversions that are not bit-equal."""
+
+Outputs = Callable[[bool], torch.Tensor]
+"""What one side computes for the inputs of `token_ids`: in one piece, or (True) token by token from a cache."""
+
+
+class VerificationError(ValueError):
+    """A converted model does not compute what its source computes."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How the outputs of source and result compare.
+
+    Attributes:
+        compared: what is compared, such as "logits".
+        dtype: in which dtype both were computed.
+        sequences, length: how many inputs, and of how many tokens; each with and without a cache.
+        max_difference, mean_difference: absolute, over all outputs.
+        largest_output: the largest absolute output of the source, to judge the differences by.
+        bit_equal: whether all outputs are equal, bit for bit.
+        same_top_token: the share of tokens for which the largest output is at the same place.
+        tolerance: the largest difference that is promised, as a share of `largest_output`; `None` promises nothing.
+    """
+
+    compared: str
+    dtype: str
+    sequences: int
+    length: int
+    max_difference: float
+    mean_difference: float
+    largest_output: float
+    bit_equal: bool
+    same_top_token: float
+    tolerance: float | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the promise is kept. If there is none, whether outputs are numbers at all."""
+        if self.tolerance is None:
+            return math.isfinite(self.max_difference)
+        return self.bit_equal or self.max_difference <= self.tolerance * self.largest_output  # False for NaN
+
+    def as_dict(self) -> dict[str, Any]:
+        """For conversion.json."""
+        return asdict(self) | {"passed": self.passed}
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> "Verification":
+        """What `as_dict` was made from."""
+        return cls(**{field.name: record[field.name] for field in fields(cls)})
+
+    def __str__(self) -> str:
+        if self.bit_equal:
+            difference = "equal bit for bit"
+        else:
+            difference = (
+                f"max difference {self.max_difference:.3g}, mean {self.mean_difference:.3g}, where the largest is "
+                f"{self.largest_output:.3g}; {self.same_top_token:.1%} of tokens have the same top token"
+            )
+        if self.tolerance is None:
+            verdict = "NOT EXACT, a warm start for training"
+        else:
+            promised = f"{self.tolerance:.3g} of the largest" if self.tolerance else "bit-equal"
+            verdict = f"{'Verified' if self.passed else 'WRONG'}, promised: {promised}"
+        return (
+            f"{verdict}. {self.compared.capitalize()} of {self.sequences} sequences of {self.length} tokens in "
+            f"{self.dtype}, with and without cache: {difference}."
+        )
+
+
+def token_ids(vocab_size: int, max_length: int) -> torch.Tensor:
+    """The inputs: three sequences of up to 32 random tokens, always the same ones."""
+    return torch.randint(vocab_size, (3, min(32, max_length)), generator=torch.Generator().manual_seed(0))
+
+
+def model_outputs(model: PreTrainedModel) -> Outputs:
+    """The logits of a model of transformers, [3, n, vocabulary]."""
+    ids = token_ids(model.config.vocab_size, model.config.max_position_embeddings)
+    first = max(1, 2 * ids.shape[1] // 3)
+
+    @torch.inference_mode()
+    def outputs(cached: bool) -> torch.Tensor:
+        if not cached:
+            return model(input_ids=ids, use_cache=False).logits
+        step = model(input_ids=ids[:, :first], use_cache=True)
+        logits = [step.logits]
+        for i in range(first, ids.shape[1]):
+            step = model(input_ids=ids[:, i : i + 1], past_key_values=step.past_key_values, use_cache=True)
+            logits.append(step.logits)
+        return torch.cat(logits, dim=1)
+
+    return outputs
+
+
+def compare(
+    source: Callable[[], Outputs], result: Callable[[], Outputs], tolerance: float | None, compared: str = "logits"
+) -> Verification:
+    """Compares two sides, of which one at a time is loaded."""
+
+    def computed(load: Callable[[], Outputs]) -> list[torch.Tensor]:
+        outputs = load()
+        return [outputs(False), outputs(True)]
+
+    return measure(computed(source), computed(result), tolerance, compared)
+
+
+def measure(
+    expected: list[torch.Tensor], got: list[torch.Tensor], tolerance: float | None, compared: str
+) -> Verification:
+    """The comparison of outputs [sequences, n, width], each without and with a cache."""
+    a, b = torch.cat(expected), torch.cat(got)
+    difference = (a.double() - b.double()).abs()
+    return Verification(
+        compared=compared,
+        dtype=str(a.dtype).removeprefix("torch."),
+        sequences=len(expected[0]),
+        length=a.shape[-2],
+        max_difference=difference.max().item(),
+        mean_difference=difference.mean().item(),
+        largest_output=a.abs().max().item(),
+        bit_equal=torch.equal(a, b),
+        same_top_token=(a.argmax(-1) == b.argmax(-1)).double().mean().item(),
+        tolerance=tolerance,
+    )
+
+
+def promise(stored: torch.dtype, bit_equal: bool, exact: bool) -> tuple[torch.dtype, float | None]:
+    """In which dtype a conversion is verified, and with which tolerance.
+
+    Args:
+        stored: the dtype of the result's weights.
+        bit_equal: whether equal bits are promised, which they are in float32 and bfloat16. (For float16 see `llama`; in
+            float64 stock models take norms and rotation through float32, and ours do not.)
+        exact: whether anything is.
+    """
+    rounding = TOLERANCE if stored.itemsize >= 4 else 4 * torch.finfo(stored).eps  # of weights that are computed
+    if not exact:
+        return torch.float32, None
+    if bit_equal:
+        return stored, 0.0 if stored in (torch.float32, torch.bfloat16) else rounding
+    return torch.promote_types(stored, torch.float32), rounding
+
+
+def free_memory() -> int:
+    """Bytes of memory that are free."""
+    return psutil.virtual_memory().available

@@ -1,0 +1,502 @@
+import errno
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard, snapshot_download
+from llamas import CHAT_TEMPLATE, REFUSALS, Refusal, add_tokenizer, edit_config, edit_weights, llama, prepared, snapshot
+from safetensors.torch import load_file
+from tiny import tokens
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM, PreTrainedModel
+
+import diffllama.conversion
+from diffllama import DiffLlamaForCausalLM, __version__
+from diffllama.conversion import DTYPES, VerificationError, transformers_models
+from diffllama.conversion import llama as llama_map
+from diffllama.conversion.weight_map import Rule
+from diffllama.modeling_diff import modeling_diffllama
+
+
+EMBEDDING, ONE = "model.embed_tokens.weight", "model.layers.{i}.self_attn."
+CODE = ("configuration_diffllama.py", "differential_attention.py", "modeling_diffllama.py")
+convert = partial(diffllama.conversion.convert, source="llama")
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=tokens(2, 24)).logits
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A Llama with a tokenizer and settings for generation."""
+    folder = llama(tmp_path / "src")
+    add_tokenizer(folder)
+    GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=[2, 3]).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(params=REFUSALS)
+def refusal(request: pytest.FixtureRequest) -> Refusal:
+    return REFUSALS[request.param]
+
+
+def test_shards_are_read(tmp_path: Path) -> None:
+    source = llama(tmp_path / "src", {"max_shard_size": "30KB"})
+    assert len(list(source.glob("model-*.safetensors"))) > 2
+    converted = DiffLlamaForCausalLM.from_pretrained(convert(source, tmp_path / "dest"))
+    assert torch.equal(logits(converted), logits(LlamaForCausalLM.from_pretrained(source)))
+
+
+def test_pickled_weights_become_safetensors(source: Path, tmp_path: Path) -> None:
+    torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    folder = convert(source, tmp_path / "dest")
+    assert [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".safetensors")] == [
+        "model.safetensors"
+    ]
+    assert torch.equal(
+        logits(DiffLlamaForCausalLM.from_pretrained(folder)), logits(LlamaForCausalLM.from_pretrained(source))
+    )
+
+
+def test_an_output_layer_that_differs_from_tied_embeddings_is_kept(tmp_path: Path) -> None:
+    source = llama(tmp_path / "src", tie_word_embeddings=True)
+    edit_weights(source, lambda weights: weights.update({"lm_head.weight": torch.randn(97, 64)}))
+    converted = DiffLlamaForCausalLM.from_pretrained(convert(source, tmp_path / "dest"))
+    assert converted.config.tie_word_embeddings is False
+    assert torch.equal(logits(converted), logits(LlamaForCausalLM.from_pretrained(source)))
+
+
+def test_an_output_layer_that_equals_tied_embeddings_is_not_written_twice(tmp_path: Path) -> None:
+    source = llama(tmp_path / "src", tie_word_embeddings=True)
+    edit_weights(source, lambda weights: weights.update({"lm_head.weight": weights[EMBEDDING].clone()}))
+    folder = convert(source, tmp_path / "dest")
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    assert DiffLlamaForCausalLM.from_pretrained(folder).config.tie_word_embeddings is True
+
+
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_keep_their_dtype_unless_another_is_asked_for(stored: torch.dtype, dtype: str, tmp_path: Path) -> None:
+    source = llama(tmp_path / "src")
+    edit_config(source, dtype=str(stored).removeprefix("torch."))
+
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        weights.update({name: tensor.to(stored) for name, tensor in weights.items() if "norm" not in name})
+
+    edit_weights(source, change)  # norms stay in float32
+    folder = convert(source, tmp_path / "dest", dtype=dtype)
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in weights.items():
+        kept = torch.float32 if "norm" in name else stored
+        assert tensor.dtype == (kept if dtype == "auto" else getattr(torch, dtype)), name
+    assert DiffLlamaForCausalLM.from_pretrained(folder).dtype == weights["lm_head.weight"].dtype
+
+
+def test_weights_are_written_as_shards_that_load(source: Path, tmp_path: Path) -> None:
+    folder = convert(source, tmp_path / "dest", max_shard_size="50KB")
+    shards = sorted(file.name for file in folder.glob("*.safetensors"))
+    assert len(shards) > 3
+    assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    assert torch.equal(
+        logits(DiffLlamaForCausalLM.from_pretrained(folder)), logits(LlamaForCausalLM.from_pretrained(source))
+    )
+
+
+def test_the_folder_is_complete(source: Path, tmp_path: Path) -> None:
+    before = snapshot(source)
+    folder = convert(str(source), str(tmp_path / "new" / "dest"))
+    assert folder == tmp_path / "new" / "dest"
+    assert snapshot(source) == before
+    assert {file.name for file in folder.iterdir()} == {
+        *CODE,
+        "README.md",
+        "chat_template.jinja",
+        "config.json",
+        "conversion.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    for name in CODE:
+        assert (folder / name).read_bytes() == Path(modeling_diffllama.__file__).with_name(name).read_bytes()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (folder / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_conversion_json_says_what_was_made_of_what_and_no_path(source: Path, tmp_path: Path) -> None:
+    folder = convert(source, tmp_path / "dest", dtype="bfloat16")
+    record = json.loads((folder / "conversion.json").read_text())
+    content = (source / "model.safetensors").read_bytes()
+    header = content[8 : 8 + int.from_bytes(content[:8], "little")]
+    assert record["tool"] == f"diffllama {__version__}"
+    assert record["source"] == {
+        "format": "llama",
+        "model_type": "llama",
+        "name": "src",
+        "index_sha256": hashlib.sha256(header).hexdigest(),
+    }
+    assert record["result"] == {"format": "diff_llama", "variant": "v2"}
+    assert record["options"] == {"variant": None, "pairing": None, "dtype": "bfloat16"}
+    assert record["verification"].items() >= {
+        "compared": "logits", "dtype": "bfloat16", "bit_equal": True, "max_difference": 0.0, "passed": True
+    }.items()  # fmt: skip
+    assert not [file for file in folder.iterdir() if str(tmp_path).encode() in file.read_bytes()]
+    assert record["source"]["index_sha256"] in (folder / "README.md").read_text()
+
+
+def test_a_model_that_does_not_fit_into_memory_is_not_verified_unless_asked_for(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffllama.conversion.free_memory", lambda: 1000)
+    for verify in (None, False, True):
+        folder = convert(source, tmp_path / f"dest-{verify}", verify=verify)
+        verification = json.loads((folder / "conversion.json").read_text())["verification"]
+        if verify:
+            assert verification["passed"] is True
+        else:
+            (reason,) = verification.values()
+            assert ("not asked for" if verify is False else "GB of memory") in reason
+            assert reason in (folder / "README.md").read_text()
+
+
+def test_a_result_that_computes_something_else_is_not_kept(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = {**llama_map.WEIGHT_MAPS["v2"], f"{ONE}o_proj.weight": Rule(f"{ONE}o_proj.weight")}  # not doubled
+    monkeypatch.setitem(llama_map.WEIGHT_MAPS, "v2", wrong)
+    before = snapshot(tmp_path)
+    with pytest.raises(VerificationError, match=r"WRONG, promised: bit-equal.* max difference [1-9]"):
+        convert(source, tmp_path / "dest")
+    assert snapshot(tmp_path) == before
+    assert convert(source, tmp_path / "dest", verify=False).is_dir()
+
+
+def test_a_tokenizer_that_encodes_otherwise_in_the_result_is_found(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy(src: Path, folder: Path) -> None:
+        add_tokenizer(folder)
+        text = (folder / "tokenizer.json").read_text()
+        (folder / "tokenizer.json").write_text(text.replace('"<unk>": 3', '"<unk>": 4'))
+
+    monkeypatch.setattr(transformers_models, "copy_companions", copy)
+    with pytest.raises(VerificationError, match=r"tokenizer of .* encodes otherwise"):
+        convert(source, tmp_path / "dest")
+    assert not (tmp_path / "dest").exists()
+
+
+def test_a_repository_of_the_hub_is_found_in_the_cache_by_name_and_revision(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "hub" / "models--some--llama"
+    (repository / "snapshots").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    source.rename(repository / "snapshots" / commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(
+        "diffllama.conversion.snapshot_download", partial(snapshot_download, cache_dir=tmp_path / "hub")
+    )
+    for revision in (None, commit):
+        folder = convert("some/llama", tmp_path / f"dest-{revision}", revision=revision)
+        record = json.loads((folder / "conversion.json").read_text())["source"]
+        assert (record["name"], record["revision"]) == ("some/llama", commit)
+        assert ModelCard.load(folder / "README.md").data.base_model == "some/llama"
+    with pytest.raises(FileNotFoundError, match="no repository some/other can be had from the Hub"):
+        convert("some/other", tmp_path / "dest")
+
+
+def test_a_revision_of_a_folder_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`revision` goes with a repository of the Hub, .* got 'main'"):
+        convert(source, tmp_path / "dest", revision="main")
+
+
+def test_the_folder_generates_and_tokenizes_as_the_source_does(source: Path, tmp_path: Path) -> None:
+    folder = convert(source, tmp_path / "dest")
+    settings = DiffLlamaForCausalLM.from_pretrained(folder).generation_config
+    assert (settings.do_sample, settings.temperature, settings.top_p) == (True, 0.6, 0.9)
+    assert settings.eos_token_id == [2, 3]
+    old, new = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(folder)
+    assert new("w13 w15 nonesuch").input_ids == old("w13 w15 nonesuch").input_ids == [13, 15, 3]
+    messages = [{"role": "user", "content": "w7"}]
+    assert new.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "w1 w7 w2"
+
+
+def test_settings_of_generation_that_contradict_each_other_are_no_obstacle(source: Path, tmp_path: Path) -> None:
+    settings = {"do_sample": False, "temperature": 0.9, "top_p": 0.6}  # as meta-llama/Llama-2-7b-hf has them
+    (source / "generation_config.json").write_text(json.dumps(settings))
+    try:
+        LlamaForCausalLM.from_pretrained(source).save_pretrained(tmp_path / "again")
+    except ValueError:
+        pytest.skip("this version of transformers saves no model with such settings")
+    written = json.loads((convert(source, tmp_path / "dest") / "generation_config.json").read_text())
+    assert {name: written[name] for name in settings} == settings
+
+
+def test_the_card_has_metadata_and_numbers_of_the_model(source: Path, tmp_path: Path) -> None:
+    folder = convert(source, tmp_path / "dest")
+    card = ModelCard.load(folder / "README.md")
+    assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
+    assert card.data.tags == ["diffllama", "differential-attention", "diff-v2"]
+    assert f"| parameters | {DiffLlamaForCausalLM.from_pretrained(folder).num_parameters():,} |" in card.text
+    assert "messages = [" in card.text
+    assert "{" + "{" not in card.text
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_card_shows_chat_only_where_the_tokenizer_has_a_template(chat: bool, tmp_path: Path) -> None:
+    source = llama(tmp_path / "src")
+    add_tokenizer(source, CHAT_TEMPLATE if chat else None)
+    text = (convert(source, tmp_path / "dest") / "README.md").read_text()
+    assert ("messages = [" in text) is chat
+
+
+def test_a_source_without_tokenizer_gives_a_folder_without(tmp_path: Path) -> None:
+    folder = convert(llama(tmp_path / "src"), tmp_path / "dest")
+    assert not [file.name for file in folder.iterdir() if "token" in file.name]
+    assert (folder / "README.md").is_file()
+
+
+def test_progress_is_told_in_bytes_after_each_tensor(source: Path, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    folder = convert(source, tmp_path / "dest", progress=lambda done, total: told.append((done, total)))
+    weights = load_file(folder / "model.safetensors")
+    total = sum(tensor.nbytes for tensor in weights.values())
+    steps = [done for done, _ in told]
+    assert steps == sorted(steps)
+    assert len(steps) == len(weights)
+    assert {(steps[-1], total)} == {(total, of) for _, of in told}
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
+def test_what_cannot_be_converted_is_refused_and_nothing_changes(
+    refusal: Refusal, overwrite: bool, tmp_path: Path
+) -> None:
+    source, dest = prepared(refusal, tmp_path)
+    if overwrite and refusal.dest == "dest":
+        dest.mkdir(exist_ok=True)
+        (dest / "config.json").write_text("an older model")
+    before = snapshot(tmp_path)
+    overwrite = overwrite and refusal.even_to_overwrite
+    with pytest.raises(refusal.error, match=f"(?s){refusal.message}"):
+        convert(source, dest, overwrite=overwrite)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, "`dtype` must be one of auto, float32, bfloat16, float16, got 'int8'"),
+        ({"dtype": torch.float32}, "`dtype` must be .* got torch.float32"),
+        ({"source": "gpt2"}, "Unknown source 'gpt2'. Known: llama, transformers, unilm-v1, unilm-v2"),
+        (
+            {"source": None},
+            r"Give `source` \(one of llama, .*\) or `target` \(one of transformers, unilm-v1, unilm-v2\)",
+        ),
+        ({"target": "transformers"}, "Give `source` .* or `target`"),
+        ({"source": None, "target": "llama"}, "cannot become 'llama'.* V2 has no stock target"),
+        ({"variant": "v3"}, "`variant` is one of v1, v2 and goes with source='llama', got 'v3'"),
+        ({"source": "unilm-v1", "variant": "v1"}, "`variant` .* goes with source='llama', got 'v1' with 'unilm-v1'"),
+        ({"pairing": "plain"}, "`pairing` .* goes with source='unilm-v1', got 'plain' with 'llama'"),
+        ({"source": None, "target": "unilm-v1", "pairing": "flash"}, "`pairing` .* got 'flash' with 'unilm-v1'"),
+    ],
+    ids=str,
+)
+def test_an_unknown_option_is_refused_with_the_known_ones(
+    options: dict[str, Any], message: str, source: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        convert(source, tmp_path / "dest", **options)
+    assert not (tmp_path / "dest").exists()
+
+
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_a_gguf_file_without_the_packages_it_needs_says_what_to_install(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_models, f"is_{package}_available", lambda: False)
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ImportError, match=r"pip install 'diffllama\[gguf\]'"):
+        convert(tmp_path / "x.gguf", tmp_path / "dest")
+
+
+@pytest.mark.parametrize(("inside", "around"), [("src", "src/new"), ("folder/src", "folder")])
+def test_a_link_does_not_hide_that_source_and_destination_overlap(inside: str, around: str, tmp_path: Path) -> None:
+    llama(tmp_path / "real" / inside)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    before = snapshot(tmp_path)
+    with pytest.raises(FileExistsError, match="overlap"):
+        convert(tmp_path / "link" / inside, tmp_path / "real" / around, overwrite=True)
+    assert snapshot(tmp_path) == before
+
+
+def test_an_empty_folder_may_be_the_destination(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "dest").mkdir()
+    assert (convert(source, tmp_path / "dest") / "config.json").is_file()
+
+
+def test_overwriting_leaves_nothing_of_the_old_folder(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "dest" / "old").mkdir(parents=True)
+    (tmp_path / "dest" / "config.json").write_text("old")
+    (tmp_path / "dest" / "model-00001-of-00002.safetensors").write_text("old")
+    convert(source, tmp_path / "dest", overwrite=True)
+    fresh = convert(source, tmp_path / "fresh")
+    assert snapshot(tmp_path / "dest") == snapshot(fresh)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dest", "fresh", "src"]
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt(), SystemExit(1)], ids=repr)
+@pytest.mark.parametrize("older", [False, True], ids=["new", "overwrite"])
+@pytest.mark.parametrize(
+    "step",
+    ["checkpoints.file_header", "transformers_models.custom_object_save", "compare", "converted_card"],
+)
+def test_a_failure_in_the_middle_changes_nothing(
+    step: str, older: bool, error: BaseException, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        if step.endswith("custom_object_save"):
+            (Path(args[1]) / "config.json").write_text("half of it")
+        raise error
+
+    if older:
+        (tmp_path / "dest").mkdir()
+        (tmp_path / "dest" / "config.json").write_text("an older model")
+    before = snapshot(tmp_path)
+    monkeypatch.setattr(f"diffllama.conversion.{step}", fail)
+    with pytest.raises(type(error)):
+        convert(source, tmp_path / "dest", overwrite=older)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("refused", ["other model", "quantized", "partly rotated", "occupied dest", "dest in src"])
+def test_no_weights_are_read_before_it_is_refused(
+    refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, dest = prepared(REFUSALS[refused], tmp_path)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda **_: pytest.fail("weights were read"))
+    monkeypatch.setattr(transformers_models, "open_checkpoint", lambda _: pytest.fail("weights were opened"))
+    with pytest.raises(REFUSALS[refused].error, match=REFUSALS[refused].message):
+        convert(source, dest)
+
+
+# Faults of the machine
+
+SLOW = """
+import signal, sys, time
+from diffllama.cli import main
+from diffllama.conversion import checkpoints
+
+def write(tensor, out, write=checkpoints.write):
+    write(tensor, out)
+    print("writing", flush=True)
+    time.sleep(60)
+
+checkpoints.write = write
+sys.argv = ["diffllama", "convert", "src", "dest", "--from", "llama"]
+main()
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_process_that_is_stopped_leaves_no_result_and_the_next_one_works(
+    number: signal.Signals, status: int, source: Path, tmp_path: Path
+) -> None:
+    before = snapshot(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", SLOW], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        process.send_signal(number)
+        assert process.wait(30) == status
+    if number == signal.SIGKILL:  # nobody could clean up; what is left is hidden and in nobody's way
+        after = snapshot(tmp_path)
+        assert {name for name in after.keys() - before.keys() if not name.startswith(".dest.")} == set()
+        assert {name: after[name] for name in before} == before
+    else:
+        assert snapshot(tmp_path) == before
+    assert torch.equal(
+        logits(DiffLlamaForCausalLM.from_pretrained(convert(source, tmp_path / "dest"))),
+        logits(LlamaForCausalLM.from_pretrained(source)),
+    )
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 256 KB, if we may mount one."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a small disk is not allowed here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(
+    source: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffllama.conversion.new_folder", lambda *_: pytest.fail("a folder was made"))
+    with pytest.raises(OSError, match=r"disk has 0\.00 GB left and the result needs 0\.00 GB"):
+        convert(source, small_disk / "dest")
+    assert snapshot(small_disk) == {}
+
+
+def test_room_is_looked_up_where_the_result_will_be(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+
+    def disk_usage(place: Path) -> Any:
+        asked.append(place)
+        return type("Usage", (), {"free": 10_000})
+
+    monkeypatch.setattr("shutil.disk_usage", disk_usage)
+    with pytest.raises(OSError, match="GB left and the result needs"):
+        convert(source, tmp_path / "new" / "folder" / "dest")
+    assert asked == [tmp_path]
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_disk_that_fills_up_while_writing_leaves_no_result(
+    source: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffllama.conversion.check_space", lambda *_: None)  # another program was faster
+    with pytest.raises(OSError, match="No space left on device") as error:
+        convert(source, small_disk / "dest")
+    assert error.value.errno == errno.ENOSPC
+    assert snapshot(small_disk) == {}
+
+
+def test_a_place_that_may_not_be_written_to_is_an_error_that_names_it() -> None:
+    with tempfile.TemporaryDirectory() as root:  # pytest's own folders are closed to other users
+        source, place = llama(Path(root) / "src"), Path(root) / "place"
+        place.mkdir()
+        for path in (root, place, *source.iterdir()):
+            os.chmod(path, 0o555)
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)  # root may write anywhere
+        try:
+            with pytest.raises(PermissionError, match="place"):
+                convert(source, place / "dest")
+        finally:
+            os.seteuid(user)
+            for folder in (root, place):
+                os.chmod(folder, 0o755)
+        assert list(place.iterdir()) == []

@@ -1,0 +1,370 @@
+"""Every operation, against the index of every row or column written out in loops over heads."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import tiny_config
+
+from diffllama import DiffLlamaConfig
+from diffllama.conversion import operations
+from diffllama.modeling_diff.modeling_diffllama import HEAD_NORM_EPS
+
+
+HIDDEN = 5
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+quick = settings(max_examples=30, deadline=None, derandomize=True)
+
+
+class Sizes(NamedTuple):
+    """Heads, key/value heads, and d = D/2."""
+
+    h: int
+    h_kv: int
+    d: int
+
+    def config(self, variant: str, **fields: float) -> DiffLlamaConfig:
+        """Our configuration with these sizes."""
+        return tiny_config(
+            variant, num_attention_heads=2 * self.h, num_key_value_heads=self.h_kv, head_dim=2 * self.d, **fields
+        )
+
+
+SIZES = [Sizes(1, 1, 2), Sizes(3, 3, 4), Sizes(4, 2, 2), Sizes(6, 2, 6), Sizes(6, 1, 2), Sizes(12, 3, 4)]
+any_sizes = st.builds(
+    lambda h_kv, group, half: Sizes(h_kv * group, h_kv, 2 * half), *(st.integers(1, most) for most in (4, 4, 6))
+)
+
+
+def numbered(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """A tensor whose entries all differ (in float64)."""
+    return torch.arange(1, 1 + torch.Size(shape).numel()).view(shape).to(dtype)
+
+
+# For a layout: the operation's number of rows, and for each row of the result, the row of the source
+
+
+def vectors(order: list[int], width: int) -> list[int]:
+    """The rows of whole vectors."""
+    return [vector * width + row for vector in order for row in range(width)]
+
+
+def duplicated(s: Sizes) -> list[int]:
+    return vectors([i for i in range(s.h) for _copy in range(2)], 2 * s.d)
+
+
+def query_rows(s: Sizes) -> list[int]:
+    return list(range(s.h * 2 * s.d))
+
+
+def key_rows(s: Sizes) -> list[int]:
+    return [s.h * 2 * s.d + row for row in range(s.h_kv * 2 * s.d)]
+
+
+def value_rows(s: Sizes) -> list[int]:
+    return [(s.h + s.h_kv) * 2 * s.d + row for row in range(s.h_kv * 2 * s.d)]
+
+
+def paired_queries(s: Sizes) -> list[int]:
+    """Source: 2h query heads, of which `group` neighbours read one of 2·h_kv keys. Head i's maps read keys 2j, 2j + 1
+    of the key/value head j that it reads."""
+    group, order = s.h // s.h_kv, []
+    for i in range(s.h):
+        j = i // group
+        for key in (2 * j, 2 * j + 1):
+            order.append([q for q in range(2 * s.h) if q // group == key][i % group])
+    return vectors(order, s.d)
+
+
+def neighbours(n: int, s: Sizes) -> list[int]:
+    order = []
+    for i in range(n):
+        order += [i, i + n]
+    return vectors(order, s.d)
+
+
+def halves(n: int, s: Sizes) -> list[int]:
+    return vectors([2 * i for i in range(n)] + [2 * i + 1 for i in range(n)], s.d)
+
+
+def half_rotated(n: int, width: int) -> list[int]:
+    """Row i < w/2 is row 2i of the pairs, row i + w/2 is row 2i + 1."""
+    rows = []
+    for vector in range(n):
+        for i in range(width):
+            rows.append(vector * width + (2 * i if i < width // 2 else 2 * (i - width // 2) + 1))
+    return rows
+
+
+def interleaved(n: int, width: int) -> list[int]:
+    rows = []
+    for vector in range(n):
+        for i in range(width // 2):
+            rows += [vector * width + i, vector * width + i + width // 2]
+    return rows
+
+
+def repeated_keys(s: Sizes) -> list[int]:
+    r = s.h // s.h_kv
+    return vectors([key for i in range(s.h) for key in (2 * i // r, (2 * i + 1) // r)], s.d)
+
+
+def repeated_values(s: Sizes) -> list[int]:
+    return vectors([i // (s.h // s.h_kv) for i in range(s.h)], 2 * s.d)
+
+
+def fused(s: Sizes) -> int:
+    return (s.h + 2 * s.h_kv) * 2 * s.d
+
+
+class Reordering(NamedTuple):
+    """An operation that moves rows: how many the source has, and which one each row of the result is."""
+
+    operation: Callable[[torch.Tensor, DiffLlamaConfig], torch.Tensor]
+    variants: tuple[str, ...]
+    rows: Callable[[Sizes], int]
+    order: Callable[[Sizes], list[int]]
+
+
+BOTH = ("v1", "v2")
+REORDERINGS = {
+    "duplicate_heads": Reordering(operations.duplicate_heads, ("v2",), lambda s: s.h * 2 * s.d, duplicated),
+    "query_rows": Reordering(operations.query_rows, BOTH, fused, query_rows),
+    "key_rows": Reordering(operations.key_rows, BOTH, fused, key_rows),
+    "value_rows": Reordering(operations.value_rows, BOTH, fused, value_rows),
+    "first_half": Reordering(operations.first_half, BOTH, lambda s: 2 * s.d, lambda s: list(range(s.d))),
+    "second_half": Reordering(operations.second_half, BOTH, lambda s: 2 * s.d, lambda s: list(range(s.d, 2 * s.d))),
+    "pair_query_heads": Reordering(operations.pair_query_heads, ("v1",), lambda s: 2 * s.h * s.d, paired_queries),
+    "neighbours_from_halves of queries": Reordering(
+        operations.neighbours_from_halves, ("v1",), lambda s: 2 * s.h * s.d, lambda s: neighbours(s.h, s)
+    ),
+    "neighbours_from_halves of keys": Reordering(
+        operations.neighbours_from_halves, ("v1",), lambda s: 2 * s.h_kv * s.d, lambda s: neighbours(s.h_kv, s)
+    ),
+    "halves_from_neighbours of queries": Reordering(
+        operations.halves_from_neighbours, ("v1",), lambda s: 2 * s.h * s.d, lambda s: halves(s.h, s)
+    ),
+    "halves_from_neighbours of keys": Reordering(
+        operations.halves_from_neighbours, ("v1",), lambda s: 2 * s.h_kv * s.d, lambda s: halves(s.h_kv, s)
+    ),
+    "half_from_interleaved in V1": Reordering(
+        operations.half_from_interleaved, ("v1",), lambda s: 2 * s.h * s.d, lambda s: half_rotated(2 * s.h, s.d)
+    ),
+    "half_from_interleaved in V2": Reordering(
+        operations.half_from_interleaved, ("v2",), lambda s: s.h * 4 * s.d, lambda s: half_rotated(2 * s.h, 2 * s.d)
+    ),
+    "interleaved_from_half in V1": Reordering(
+        operations.interleaved_from_half, ("v1",), lambda s: 2 * s.h_kv * s.d, lambda s: interleaved(2 * s.h_kv, s.d)
+    ),
+    "interleaved_from_half in V2": Reordering(
+        operations.interleaved_from_half, ("v2",), lambda s: s.h_kv * 2 * s.d, lambda s: interleaved(s.h_kv, 2 * s.d)
+    ),
+    "repeat_keys": Reordering(operations.repeat_keys, ("v1",), lambda s: 2 * s.h_kv * s.d, repeated_keys),
+    "repeat_values": Reordering(operations.repeat_values, ("v1",), lambda s: s.h_kv * 2 * s.d, repeated_values),
+}
+each_reordering = pytest.mark.parametrize(
+    ("variant", "case"),
+    [
+        pytest.param(variant, case, id=name if case.variants != BOTH else f"{name}-{variant}")
+        for name, case in REORDERINGS.items()
+        for variant in case.variants
+    ],
+)
+each_size = pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes)))
+
+
+@each_size
+@each_reordering
+def test_rows_of_weights_and_biases_go_where_they_belong(variant: str, case: Reordering, sizes: Sizes) -> None:
+    config, order = sizes.config(variant), case.order(sizes)
+    for shape in ((case.rows(sizes), HIDDEN), (case.rows(sizes),)):
+        tensor = numbered(*shape)
+        expected = torch.stack([tensor[row] for row in order])
+        assert torch.equal(case.operation(tensor, config), expected)
+
+
+@each_size
+def test_columns_of_the_output_projection_go_where_the_paired_heads_are(sizes: Sizes) -> None:
+    tensor = numbered(HIDDEN, 2 * sizes.h * sizes.d)
+    expected = torch.stack([tensor[:, column] for column in paired_queries(sizes)], dim=1)
+    assert torch.equal(operations.pair_head_columns(tensor, sizes.config("v1")), expected)
+
+
+@pytest.mark.parametrize("h", [1, 2, 5])
+def test_multi_head_attention_has_its_pairs_already(h: int) -> None:
+    tensor, config = numbered(2 * h * 4, 8 * h), Sizes(h, h, 4).config("v1")
+    assert torch.equal(operations.pair_query_heads(tensor, config), tensor)
+    assert torch.equal(operations.pair_head_columns(tensor, config), tensor)
+
+
+def test_pairs_of_grouped_queries_are_spelled_out() -> None:
+    # 12 query heads, of which 3 read each of 4 keys; head i of 6 reads the keys 2(i // 3) and 2(i // 3) + 1
+    heads = numbered(12).repeat_interleave(2) - 1
+    paired = operations.pair_query_heads(heads, Sizes(6, 2, 2).config("v1"))[::2].tolist()
+    assert paired == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+
+
+def test_keys_of_the_plain_pairing_are_spelled_out() -> None:
+    # 3 heads on one pair of keys: 0 0 0 1 1 1, two for each head
+    keys = torch.tensor([0.0, 1.0]).repeat_interleave(2)
+    assert operations.repeat_keys(keys, Sizes(3, 1, 2).config("v1"))[::2].tolist() == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("variant", BOTH)
+def test_parts_of_a_fused_projection_are_all_of_it(variant: str) -> None:
+    for sizes in SIZES:
+        tensor, config = numbered(fused(sizes), HIDDEN), sizes.config(variant)
+        parts = (part(tensor, config) for part in (operations.query_rows, operations.key_rows, operations.value_rows))
+        assert torch.equal(torch.cat(list(parts)), tensor)
+
+
+def test_gate_and_up_projection_are_the_halves() -> None:
+    gate, up, config = numbered(7, HIDDEN), -numbered(7, HIDDEN), tiny_config()
+    assert torch.equal(operations.first_half(torch.cat((gate, up)), config), gate)
+    assert torch.equal(operations.second_half(torch.cat((gate, up)), config), up)
+
+
+@quick
+@given(sizes=any_sizes, shape=st.lists(st.integers(1, 4), max_size=1), of_keys=st.booleans())
+def test_halves_and_neighbours_are_inverses(sizes: Sizes, shape: list[int], of_keys: bool) -> None:
+    config, tensor = sizes.config("v1"), numbered(2 * (sizes.h_kv if of_keys else sizes.h) * sizes.d, *shape)
+    there, back = operations.neighbours_from_halves, operations.halves_from_neighbours
+    assert torch.equal(back(there(tensor, config), config), tensor)
+    assert torch.equal(there(back(tensor, config), config), tensor)
+
+
+@quick
+@given(sizes=any_sizes, shape=st.lists(st.integers(1, 4), max_size=1), variant=st.sampled_from(BOTH))
+def test_half_and_interleaved_rotation_are_inverses(sizes: Sizes, shape: list[int], variant: str) -> None:
+    config, tensor = sizes.config(variant), numbered(2 * sizes.h * sizes.d, *shape)
+    there, back = operations.half_from_interleaved, operations.interleaved_from_half
+    assert torch.equal(back(there(tensor, config), config), tensor)
+    assert torch.equal(there(back(tensor, config), config), tensor)
+
+
+@quick
+@given(sizes=any_sizes)
+def test_pairing_moves_every_query_once_and_columns_alike(sizes: Sizes) -> None:
+    config, tensor = sizes.config("v1"), numbered(2 * sizes.h * sizes.d, HIDDEN)
+    paired = operations.pair_query_heads(tensor, config)
+    assert torch.equal(paired.sort(dim=0).values, tensor)
+    assert torch.equal(operations.pair_head_columns(tensor.T, config), paired.T)
+
+
+# Values
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_doubling_is_exact(dtype: torch.dtype) -> None:
+    tensor = torch.randn(500, generator=torch.Generator().manual_seed(0)).to(dtype)
+    doubled = operations.double(tensor, tiny_config("v2"))
+    assert doubled.dtype == dtype
+    assert torch.equal(doubled.double(), 2 * tensor.double())
+
+
+def test_no_scale_is_no_computation() -> None:
+    tensor, config = torch.ones(3), tiny_config(rms_norm_eps=HEAD_NORM_EPS)
+    assert operations.scale_to_our_epsilon(tensor, config) is tensor
+    assert operations.scale_to_their_epsilon(tensor, config) is tensor
+
+
+def rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension, without a weight."""
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+@pytest.mark.parametrize("eps", [1e-3, 1e-6, 1e-8, 2.5e-5])
+@pytest.mark.parametrize("size", [1.0, 1e-3])  # ε is small beside the mean of squares, or not
+def test_scaled_values_have_the_same_norm_with_the_other_epsilon(size: float, eps: float) -> None:
+    values = size * torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    config = tiny_config(rms_norm_eps=eps)
+    ours = rms_norm(operations.scale_to_our_epsilon(values, config), HEAD_NORM_EPS)
+    torch.testing.assert_close(ours, rms_norm(values, eps), rtol=1e-14, atol=0)  # few roundings of 2⁻⁵³
+    theirs = rms_norm(operations.scale_to_their_epsilon(values, config), eps)
+    torch.testing.assert_close(theirs, rms_norm(values, HEAD_NORM_EPS), rtol=1e-14, atol=0)
+    again = operations.scale_to_their_epsilon(operations.scale_to_our_epsilon(values, config), config)
+    torch.testing.assert_close(again, values, rtol=1e-15, atol=0)
+    if size < 1:  # the test could tell a wrong scale
+        assert not torch.allclose(rms_norm(values, eps), rms_norm(values, HEAD_NORM_EPS), rtol=1e-2)
+
+
+@each_size
+def test_a_folded_head_norm_is_the_norms_weight_and_then_the_projection(sizes: Sizes) -> None:
+    generator = torch.Generator().manual_seed(0)
+    projection = torch.randn(HIDDEN, sizes.h * 2 * sizes.d, dtype=torch.float64, generator=generator)
+    weight = torch.randn(2 * sizes.d, dtype=torch.float64, generator=generator)
+    heads = torch.randn(3, sizes.h, 2 * sizes.d, dtype=torch.float64, generator=generator)
+    expected = (heads * weight).flatten(1) @ projection.T
+    folded = operations.fold_head_norm(projection, sizes.config("v1"), weight)
+    # sums of at most 96 terms of order one, in float64
+    torch.testing.assert_close(heads.flatten(1) @ folded.T, expected, rtol=0, atol=1e-12)
+    for i in range(sizes.h):
+        for column in range(2 * sizes.d):
+            index = i * 2 * sizes.d + column
+            assert torch.equal(folded[:, index], projection[:, index] * weight[column])
+
+
+# Every operation
+
+
+def calls(sizes: Sizes) -> list[tuple[str, Callable[..., torch.Tensor], DiffLlamaConfig, list[tuple[int, ...]]]]:
+    """Every operation, with a configuration and the shapes of its arguments."""
+    found = [
+        (f"{name}-{variant}", case.operation, sizes.config(variant), [(case.rows(sizes), *shape)])
+        for name, case in REORDERINGS.items()
+        for variant in case.variants
+        for shape in ((), (HIDDEN,))
+    ]
+    v1, square = sizes.config("v1", rms_norm_eps=1e-3), [(HIDDEN, 2 * sizes.h * sizes.d)]
+    for operation in (operations.double, operations.scale_to_our_epsilon, operations.scale_to_their_epsilon):
+        found.append((operation.__name__, operation, v1, [(7,)]))
+    found.append(("pair_head_columns", operations.pair_head_columns, v1, square))
+    found.append(("fold_head_norm", operations.fold_head_norm, v1, [*square, (2 * sizes.d,)]))
+    return found
+
+
+def arguments(config: DiffLlamaConfig, shapes: list, dtype: torch.dtype, device: str = "cpu") -> list:
+    """What an operation is called with."""
+    tensor, *others = (numbered(*shape, dtype=dtype).to(device) for shape in shapes)
+    return [tensor, config, *others]
+
+
+CALLS = calls(Sizes(6, 2, 4))
+each_call = pytest.mark.parametrize(
+    ("operation", "config", "shapes"),
+    [pytest.param(*call, id=f"{name}-{len(call[2][0])}d") for name, *call in CALLS],
+)
+
+
+def test_no_operation_is_left_out() -> None:
+    public = {
+        name
+        for name, value in vars(operations).items()
+        if callable(value) and value.__module__ == operations.__name__ and not name.startswith("_")
+    }
+    assert public - {operation.__name__ for _, operation, _, _ in CALLS} == {"sizes"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_call
+def test_shapes_can_be_planned_without_values(
+    operation: Callable[..., torch.Tensor], config: DiffLlamaConfig, shapes: list, dtype: torch.dtype
+) -> None:
+    real = operation(*arguments(config, shapes, dtype))
+    planned = operation(*arguments(config, shapes, dtype, "meta"))
+    assert planned.is_meta
+    assert (planned.shape, planned.dtype) == (real.shape, real.dtype)
+    assert real.dtype == dtype
+
+
+@each_call
+def test_the_source_is_not_changed(
+    operation: Callable[..., torch.Tensor], config: DiffLlamaConfig, shapes: list
+) -> None:
+    tensor, _, *others = arguments(config, shapes, torch.float64)
+    before = [each.clone() for each in (tensor, *others)]
+    operation(tensor, config, *others)
+    assert all(torch.equal(each, old) for each, old in zip((tensor, *others), before, strict=True))

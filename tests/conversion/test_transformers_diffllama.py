@@ -1,0 +1,264 @@
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llamas import SIZES, add_tokenizer, save_model, snapshot
+from safetensors.torch import load_file
+from tiny import tiny_config, tokens
+from transformers import AutoModelForCausalLM, DiffLlamaForCausalLM, PreTrainedModel
+from transformers import DiffLlamaConfig as TransformersDiffLlamaConfig
+
+import diffllama
+from diffllama import convert
+from diffllama.conversion.transformers_diffllama import (
+    FROM_TRANSFORMERS,
+    TO_TRANSFORMERS,
+    TO_TRANSFORMERS_WITH_NORM,
+    convert_config,
+    convert_config_back,
+    weight_map_back,
+)
+from diffllama.conversion.transformers_models import expected_tensors
+from diffllama.conversion.weight_map import plan
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "mha": {"num_key_value_heads": 8},
+    "groups-2": {"num_key_value_heads": 4},
+    "groups-4-tied": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "biases": {"num_key_value_heads": 4, "attention_bias": True},
+    "narrow-heads": {"head_dim": 6, "num_key_value_heads": 4},
+    "other-epsilon": {"num_key_value_heads": 4, "rms_norm_eps": 1e-2},
+}
+"""Fields of transformers' configuration."""
+
+OURS: dict[str, dict[str, Any]] = {
+    "mha": {"num_key_value_heads": 4},
+    "groups-2": {"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+    "groups-4-tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "biases": {"attention_bias": True},
+    "no-weight-in-norm": {"head_norm_affine": False},
+    "other-epsilon": {"rms_norm_eps": 1e-2},
+}
+ATTENTION = "model.layers.0.self_attn."
+convert_from = partial(convert, source="transformers", verify=False)
+convert_to = partial(convert, target="transformers", verify=False)
+
+
+def theirs(folder: Path, save: dict[str, Any] | None = None, **fields: Any) -> Path:
+    config = TransformersDiffLlamaConfig(**(SIZES | {"num_attention_heads": 8, "rms_norm_eps": 1e-5} | fields))
+    return save_model(folder, config, std=0.1, **(save or {}))
+
+
+def ours(folder: Path, save: dict[str, Any] | None = None, **fields: Any) -> Path:
+    return save_model(folder, tiny_config("v1", **fields), std=0.1, **(save or {}))
+
+
+def all_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def logits(folder: Path, dtype: torch.dtype = torch.float32, implementation: str = "sdpa") -> torch.Tensor:
+    """Logits of two rows, the second one padded on the left."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=implementation).eval()
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[1, :7] = 0
+    with torch.no_grad():
+        return model(input_ids=tokens(2, 24), attention_mask=mask).logits[mask.bool()]
+
+
+def assert_close(a: torch.Tensor, b: torch.Tensor) -> None:
+    assert a.std() > 0.1
+    assert (a - b).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("case", CASES)
+def test_theirs_becomes_ours_with_the_same_logits(case: str, implementation: str, tmp_path: Path) -> None:
+    source = theirs(tmp_path / "src", **CASES[case])
+    folder = convert_from(source, tmp_path / "dest")
+    loaded = [type(AutoModelForCausalLM.from_pretrained(place)) for place in (source, folder)]
+    assert loaded == [DiffLlamaForCausalLM, diffllama.DiffLlamaForCausalLM]
+    assert_close(*(logits(place, implementation=implementation) for place in (source, folder)))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("case", OURS)
+def test_ours_becomes_theirs_with_the_same_logits(case: str, implementation: str, tmp_path: Path) -> None:
+    source = ours(tmp_path / "src", **OURS[case])
+    folder = convert_to(source, tmp_path / "dest")
+    assert type(AutoModelForCausalLM.from_pretrained(folder)) is DiffLlamaForCausalLM
+    assert_close(*(logits(place, implementation=implementation) for place in (source, folder)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "30KB"}], ids=["one file", "shards"])
+@pytest.mark.parametrize("case", ["mha", "groups-2", "groups-4-tied", "biases", "narrow-heads"])
+def test_there_and_back_gives_the_same_bits(
+    case: str, shards: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    source = theirs(tmp_path / "src", **CASES[case])
+    DiffLlamaForCausalLM.from_pretrained(source, dtype=dtype).save_pretrained(tmp_path / "stored", **shards)
+    there = convert_from(tmp_path / "stored", tmp_path / "there", **shards)
+    back = convert_to(there, tmp_path / "back")
+    old, new = (
+        {k: v for f in place.glob("*.safetensors") for k, v in load_file(f).items()} for place in (source, back)
+    )
+    assert old.keys() == new.keys()
+    assert all(torch.equal(old[name].to(dtype), new[name]) for name in old)
+    configs = [TransformersDiffLlamaConfig.from_pretrained(place).to_dict() for place in (tmp_path / "stored", back)]
+    assert configs[0] == configs[1]
+
+
+def test_our_head_norm_goes_into_their_output_projection(tmp_path: Path) -> None:
+    source = ours(tmp_path / "src")
+    old = load_file(source / "model.safetensors")
+    new = load_file(convert_to(source, tmp_path / "dest") / "model.safetensors")
+    columns = old[f"{ATTENTION}o_proj.weight"].view(64, 4, 16) * old[f"{ATTENTION}head_norm.weight"]
+    assert torch.equal(new[f"{ATTENTION}o_proj.weight"], columns.view(64, 64))
+    assert not [name for name in new if "head_norm" in name]
+
+
+def test_pairs_are_halves_there_and_neighbours_here(tmp_path: Path) -> None:
+    source = theirs(tmp_path / "src", num_key_value_heads=4)
+    old = load_file(source / "model.safetensors")
+    new = load_file(convert_from(source, tmp_path / "dest") / "model.safetensors")
+    for name, heads in (("q", 4), ("k", 2), ("v", 2)):
+        before, after = (w[f"{ATTENTION}{name}_proj.weight"].view(-1, 8, 64) for w in (old, new))
+        for head in range(heads):
+            assert torch.equal(after[2 * head], before[head])
+            assert torch.equal(after[2 * head + 1], before[head + heads])
+
+
+@pytest.mark.parametrize(("variant", "target"), [("to", "transformers"), ("from", "transformers")])
+def test_the_promise_is_verified_with_and_without_cache(variant: str, target: str, tmp_path: Path) -> None:
+    source = theirs(tmp_path / "src") if variant == "from" else ours(tmp_path / "src")
+    add_tokenizer(source)
+    arguments = {"source": target} if variant == "from" else {"target": target}
+    folder = convert(source, tmp_path / "dest", **arguments)
+    record = json.loads((folder / "conversion.json").read_text())
+    assert record["verification"]["passed"] is True
+    assert record["verification"]["tolerance"] == 1e-5
+    assert record["verification"]["max_difference"] <= 1e-5
+    names = {"source": record["source"]["format"], "result": record["result"]["format"]}
+    assert names == (
+        {"source": "transformers", "result": "diff_llama"}
+        if variant == "from"
+        else {"source": "diff_llama", "result": "transformers"}
+    )
+    trusting = "trust_remote_code=True" in (folder / "README.md").read_text()
+    assert trusting is (variant == "from")
+
+
+def test_a_stock_folder_has_no_code_and_needs_no_trust(tmp_path: Path) -> None:
+    folder = convert_to(ours(tmp_path / "src"), tmp_path / "dest")
+    assert not list(folder.glob("*.py"))
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("diffllama", ["DiffLlamaForCausalLM"])
+    assert "auto_map" not in config
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"lambda_init": 0.5}, "`lambda_init` must be 'exponential', got 0.5"),
+        ({"head_norm": False}, "`head_norm` must be True, got False"),
+        ({"mlp_bias": True}, "`mlp_bias` must be False, got True"),
+        ({"attention_out_bias": True}, "`attention_out_bias` must be False, got True"),
+        ({"use_qk_norm": True}, "`use_qk_norm` must be False, got True"),
+        ({"no_rope_layers": [1, 0]}, r"`no_rope_layers` must be None, got \[1, 0\]"),
+        ({"sliding_window": 8}, "`sliding_window` must be None, got 8"),
+        ({"attention_dropout": 0.1}, "`attention_dropout` must be 0.0, got 0.1"),
+        ({"rms_norm_eps": 0.0}, "`rms_norm_eps` must be positive, got 0.0"),
+        ({"head_norm": False, "mlp_bias": True}, "`head_norm` must be True.*; `mlp_bias` must be False"),
+    ],
+    ids=str,
+)
+def test_what_theirs_lacks_is_refused_by_name(fields: dict[str, Any], named: str, tmp_path: Path) -> None:
+    source = ours(tmp_path / "src", **fields)
+    before = snapshot(tmp_path)
+    with pytest.raises(ValueError, match=named):
+        convert_to(source, tmp_path / "dest")
+    assert snapshot(tmp_path) == before
+
+
+def test_v2_has_no_stock_target(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "src", tiny_config("v2"))
+    with pytest.raises(ValueError, match="become transformers' diffllama: `diff_variant` must be 'v1', got 'v2'"):
+        convert_to(source, tmp_path / "dest")
+
+
+@pytest.mark.parametrize("heads", [(7, 7), (8, 1)], ids=str)
+def test_heads_that_make_no_pairs_are_refused(heads: tuple[int, int]) -> None:
+    fields = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": 8}
+    config = TransformersDiffLlamaConfig(**(SIZES | fields))
+    with pytest.raises(ValueError, match=rf"must be even, got {heads[0]} and {heads[1]}"):
+        convert_config(config)
+
+
+@pytest.mark.parametrize("model", ["llama", "diff_llama"])
+def test_another_model_is_refused(model: str, tmp_path: Path) -> None:
+    source = ours(tmp_path / "src") if model == "diff_llama" else save_model(tmp_path / "src", llama_config())
+    with pytest.raises(ValueError, match=f"`model_type` of the source must be one of 'diffllama', got '{model}'"):
+        convert_from(source, tmp_path / "dest")
+
+
+def llama_config() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**SIZES)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    pairs=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    d=st.sampled_from([2, 4, 6]),
+    hidden=st.integers(1, 9),
+    bias=st.booleans(),
+    tied=st.booleans(),
+    affine=st.booleans(),
+)
+def test_maps_make_every_tensor_for_all_shapes(
+    pairs: int, groups: int, d: int, hidden: int, bias: bool, tied: bool, affine: bool
+) -> None:
+    config = tiny_config(
+        "v1",
+        num_key_value_heads=pairs,
+        num_attention_heads=2 * pairs * groups,
+        head_dim=2 * d,
+        hidden_size=hidden,
+        attention_bias=bias,
+        tie_word_embeddings=tied,
+        head_norm_affine=affine,
+    )
+    back = convert_config_back(config)
+    there = {name: s.result for name, s in plan(expected_tensors(config), weight_map_back(config), config).items()}
+    expected = {name: tensor.shape for name, tensor in expected_tensors(back).items()}
+    assert {name: tensor.shape for name, tensor in there.items()} == expected
+    again = convert_config(back)
+    here = {name: s.result for name, s in plan(there, FROM_TRANSFORMERS, again).items()}
+    expected = {name: tensor.shape for name, tensor in expected_tensors(again).items()}
+    assert {name: tensor.shape for name, tensor in here.items()} == expected
+
+
+def test_only_the_norms_weight_is_dropped_on_the_way_out() -> None:
+    assert [name for name, rule in TO_TRANSFORMERS_WITH_NORM.items() if rule is None] == [
+        "model.layers.{i}.self_attn.head_norm.weight"
+    ]
+    assert None not in TO_TRANSFORMERS.values()
+
+
+def test_generation_is_the_same_on_both_sides(tmp_path: Path) -> None:
+    source = ours(tmp_path / "src")
+    models: list[PreTrainedModel] = [
+        AutoModelForCausalLM.from_pretrained(place) for place in (source, convert_to(source, tmp_path / "dest"))
+    ]
+    first, second = (m.generate(tokens(2, 9), max_new_tokens=12, do_sample=False) for m in models)
+    assert first.shape == (2, 21)
+    assert torch.equal(first, second)

@@ -1,0 +1,395 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llamas import save_model, snapshot
+from safetensors.torch import load_file, save_file
+from tiny import VARIANTS, tiny_config, tokens
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from diffllama import DiffLlamaConfig, DiffLlamaForCausalLM, convert
+from diffllama.conversion import CheckpointError, unilm_reference
+from diffllama.conversion.transformers_models import expected_tensors
+from diffllama.conversion.unilm import FROM_UNILM, TO_UNILM, convert_config
+from diffllama.conversion.weight_map import plan
+from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention, DiffLlamaRotaryEmbedding
+
+
+HIDDEN, VOCABULARY, INTERMEDIATE, LAYERS, WIDTH, HEADS = 48, 97, 72, 3, 16, 4
+SETTINGS = {"rms_norm_eps": 1e-4, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "bos_token_id": 5}
+Weights = dict[str, torch.Tensor]
+
+
+def attention(variant: str, key_value_heads: int, seed: int = 0) -> Weights:
+    """Random weights of one of unilm's modules, under its names: h = 4 heads, D = 16."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {
+        "q_proj.weight": (HEADS * WIDTH * (1 if variant == "v1" else 2), HIDDEN),
+        "k_proj.weight": (key_value_heads * WIDTH, HIDDEN),
+        "v_proj.weight": (key_value_heads * WIDTH, HIDDEN),
+    }
+    if variant == "v1":
+        shapes |= {"out_proj.weight": (HIDDEN, HEADS * WIDTH), "subln.weight": (WIDTH,)}
+        shapes |= {f"lambda_{name}": (WIDTH // 2,) for name in ("q1", "k1", "q2", "k2")}
+    else:
+        shapes |= {"o_proj.weight": (HIDDEN, HEADS * WIDTH), "lambda_proj.weight": (HEADS, HIDDEN)}
+    return {name: ("subln" in name) + 0.15 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def model(variant: str, key_value_heads: int, tied: bool = False) -> Weights:
+    """Random weights of a whole model in unilm's naming."""
+    generator = torch.Generator().manual_seed(1)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+    }
+    for i in range(LAYERS):
+        prefix = f"model.layers.{i}."
+        shapes |= {f"{prefix}{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
+        shapes |= {f"{prefix}mlp.{name}_proj.weight": (INTERMEDIATE, HIDDEN) for name in ("gate", "up")}
+        shapes[f"{prefix}mlp.down_proj.weight"] = (HIDDEN, INTERMEDIATE)
+    if not tied:
+        shapes["lm_head.weight"] = (VOCABULARY, HIDDEN)
+    weights = {
+        name: ("norm" in name) + 0.15 * torch.randn(shape, generator=generator) for name, shape in shapes.items()
+    }
+    for i in range(LAYERS):
+        module = attention(variant, key_value_heads, seed=i)
+        weights |= {f"model.layers.{i}.self_attn.{name}": tensor for name, tensor in module.items()}
+    return weights
+
+
+def write(folder: Path, weights: Weights, **fields: Any) -> Path:
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(SETTINGS | fields))
+    return folder
+
+
+def reference(weights: Weights, variant: Any, key_value_heads: int, pairing: Any = "flash") -> torch.Tensor:
+    width = WIDTH // 2 if variant == "v1" else WIDTH
+    return unilm_reference.logits(
+        tokens(2, 24),
+        weights,
+        variant=variant,
+        heads=HEADS,
+        key_value_heads=key_value_heads,
+        rms_norm_eps=1e-4,
+        layers=LAYERS,
+        inverse_frequencies=unilm_reference.default_inverse_frequencies(width, 5000.0),
+        pairing=pairing,
+    )
+
+
+def logits(folder: Path) -> torch.Tensor:
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder)(tokens(2, 24)).logits
+
+
+def assert_close(a: torch.Tensor, b: torch.Tensor) -> None:
+    assert a.std() > 0.1
+    assert (a - b).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("key_value_heads", [4, 2, 1])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_whole_model_computes_what_unilms_formulas_do(
+    variant: str, key_value_heads: int, tied: bool, tmp_path: Path
+) -> None:
+    weights = model(variant, key_value_heads, tied)
+    folder = convert(write(tmp_path / "src", weights), tmp_path / "dest", source=f"unilm-{variant}", verify=False)
+    assert_close(reference(weights, variant, key_value_heads), logits(folder))
+    config = AutoConfig.from_pretrained(folder)
+    assert (config.hidden_size, config.num_hidden_layers, config.intermediate_size) == (HIDDEN, LAYERS, INTERMEDIATE)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (8, key_value_heads, WIDTH)
+    assert (config.rms_norm_eps, config.bos_token_id, config.tie_word_embeddings) == (1e-4, 5, tied)
+
+
+@pytest.mark.parametrize("key_value_heads", [4, 2, 1])
+def test_plain_pairing_is_kept_with_keys_for_every_head(key_value_heads: int, tmp_path: Path) -> None:
+    weights = model("v1", key_value_heads)
+    source = write(tmp_path / "src", weights)
+    folder = convert(source, tmp_path / "dest", source="unilm-v1", pairing="plain")
+    expected = reference(weights, "v1", key_value_heads, "plain")
+    assert_close(expected, logits(folder))
+    assert AutoConfig.from_pretrained(folder).num_key_value_heads == HEADS
+    flash = convert(source, tmp_path / "flash", source="unilm-v1")
+    different = (logits(flash) - expected).abs().max()
+    assert different <= 1e-5 if key_value_heads == HEADS else different > 0.1
+
+
+@pytest.mark.parametrize("key_value_heads", [4, 2])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_promise_is_verified(variant: str, key_value_heads: int, tmp_path: Path) -> None:
+    source = write(tmp_path / "src", model(variant, key_value_heads))
+    there = convert(source, tmp_path / "there", source=f"unilm-{variant}", verify=True)
+    back = convert(there, tmp_path / "back", target=f"unilm-{variant}", verify=True)
+    for folder in (there, back):
+        verification = json.loads((folder / "conversion.json").read_text())["verification"]
+        assert verification["passed"] is True
+        assert verification["max_difference"] <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_there_and_back_gives_the_same_bits(variant: str, tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    weights = {name: tensor.to(dtype) for name, tensor in model(variant, 2, tied).items()}
+    source = write(tmp_path / "src", weights)
+    there = convert(source, tmp_path / "there", source=f"unilm-{variant}", max_shard_size="20KB", verify=False)
+    assert len(list(there.glob("*.safetensors"))) > 3
+    back = convert(there, tmp_path / "back", target=f"unilm-{variant}", verify=False)
+    again = load_file(back / "model.safetensors")
+    assert again.keys() == weights.keys()
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+    once_more = convert(back, tmp_path / "once-more", source=f"unilm-{variant}", verify=False)
+    assert logits(once_more).equal(logits(there))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_transformers_does_not_take_a_unilm_folder_for_its_own(variant: str, tmp_path: Path) -> None:
+    source = save_model(tmp_path / "src", tiny_config(variant))
+    folder = convert(source, tmp_path / "dest", target=f"unilm-{variant}")
+    with pytest.raises(ValueError, match=f"unilm-{variant}"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert not list(folder.glob("*.py"))
+
+
+def test_a_norm_without_weight_becomes_one_with_ones(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "src", tiny_config("v1", head_norm_affine=False))
+    weights = load_file(convert(source, tmp_path / "dest", target="unilm-v1") / "model.safetensors")
+    assert torch.equal(weights["model.layers.1.self_attn.subln.weight"], torch.ones(16))
+
+
+# Attention modules alone
+
+
+def one_file(folder: Path, modules: list[Weights], name: Callable[[int, str], str], suffix: str = ".pt") -> Path:
+    weights = {name(i, key): tensor for i, module in enumerate(modules) for key, tensor in module.items()}
+    file = folder / f"attention{suffix}"
+    if suffix == ".safetensors":
+        save_file(weights, file)
+    else:
+        torch.save(weights, file)
+    return file
+
+
+def many_files(folder: Path, modules: list[Weights]) -> Path:
+    (folder / "modules").mkdir()
+    for i, module in enumerate(modules):
+        torch.save(module, folder / "modules" / f"layer_{i}.pt")
+    return folder / "modules"
+
+
+def pickled(folder: Path, content: Any) -> Path:
+    torch.save(content, folder / "attention.pth")
+    return folder / "attention.pth"
+
+
+FORMS: dict[str, Callable[[Path, list[Weights]], Path]] = {
+    "numbered": lambda folder, modules: one_file(folder, modules, lambda i, key: f"{i}.{key}"),
+    "layers": lambda folder, modules: one_file(folder, modules, lambda i, key: f"layers.{i}.{key}", ".safetensors"),
+    "self_attn": lambda folder, modules: one_file(
+        folder, modules, lambda i, key: f"layers.{i}.self_attn.{key}", ".bin"
+    ),
+    "whole": lambda folder, modules: one_file(folder, modules, lambda i, key: f"model.layers.{i}.self_attn.{key}"),
+    "list": pickled,
+    "dictionary": lambda folder, modules: pickled(folder, {"model": dict(enumerate(modules))}),
+    "files": many_files,
+}
+
+
+def attention_outputs(folder: Path, x: torch.Tensor) -> list[torch.Tensor]:
+    """Outputs of our attention modules in a converted folder."""
+    config = DiffLlamaConfig.from_pretrained(folder, attn_implementation="eager")
+    weights = load_file(folder / "attention.safetensors")
+    mask = torch.full((x.shape[1],) * 2, -torch.inf).triu(1)
+    outputs = []
+    for i in range(config.num_hidden_layers):
+        module = DiffLlamaAttention(config, i)
+        prefix = f"model.layers.{i}.self_attn."
+        module.load_state_dict({name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)})
+        angles = DiffLlamaRotaryEmbedding(config)(x, torch.arange(x.shape[1])[None])
+        outputs.append(module(x, angles, mask)[0])
+    return outputs
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_attention_modules_alone_are_converted_in_every_form(variant: Any, form: str, tmp_path: Path) -> None:
+    modules = [attention(variant, 2, seed=i) for i in range(12)]  # more than ten: layer_10 comes after layer_9
+    source = FORMS[form](tmp_path, modules)
+    before = snapshot(tmp_path)
+    folder = convert(source, tmp_path / "dest", source=f"unilm-{variant}")
+    assert {name: content for name, content in snapshot(tmp_path).items() if not name.startswith("dest")} == before
+    x = torch.randn(2, 9, HIDDEN, generator=torch.Generator().manual_seed(0))
+    frequencies = unilm_reference.default_inverse_frequencies(WIDTH // 2 if variant == "v1" else WIDTH)
+    for i, output in enumerate(attention_outputs(folder, x)):
+        expected = unilm_reference.attention(
+            x, modules[i], variant=variant, layer=i, heads=4, key_value_heads=2, inverse_frequencies=frequencies
+        )
+        assert_close(expected, output)
+    record = json.loads((folder / "conversion.json").read_text())
+    assert record["verification"]["compared"] == "attention outputs"
+    assert record["verification"]["passed"] is True
+    assert "attention.safetensors" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_module_is_the_first_layer(variant: str, tmp_path: Path) -> None:
+    torch.save(attention(variant, 4), tmp_path / "module.pt")
+    folder = convert(tmp_path / "module.pt", tmp_path / "dest", source=f"unilm-{variant}")
+    assert {name.rpartition("self_attn.")[0] for name in load_file(folder / "attention.safetensors")} == {
+        "model.layers.0."
+    }
+    with pytest.raises(OSError, match=r"no file named .*model\.safetensors"):  # it is no model
+        DiffLlamaForCausalLM.from_pretrained(folder)
+
+
+# What is refused
+
+
+def broken(**edits: Any) -> Callable[[Path], Path]:
+    def prepare(folder: Path) -> Path:
+        weights = model("v1", 2)
+        for name, tensor in edits.items():
+            name = f"model.layers.1.self_attn.{name}" if "lambda" in name else name
+            if tensor is None:
+                del weights[name]
+            else:
+                weights[name] = tensor
+        return write(folder / "src", weights)
+
+    return prepare
+
+
+def whole_without_config(folder: Path) -> Path:
+    (write(folder / "src", model("v1", 2)) / "config.json").unlink()
+    return folder / "src"
+
+
+def empty(folder: Path) -> Path:
+    (folder / "src").mkdir()
+    return folder / "src"
+
+
+def with_fields(**fields: Any) -> Callable[[Path], Path]:
+    return lambda folder: write(folder / "src", model("v1", 2), **fields)
+
+
+REFUSALS: dict[str, tuple[Callable[[Path], Path], type[Exception], str]] = {
+    "missing": (lambda folder: folder / "nowhere", FileNotFoundError, "nowhere does not exist"),
+    "empty": (empty, FileNotFoundError, r"src has no files of weights \(\.safetensors, \.bin, \.pt, \.pth\)"),
+    "unknown tensor": (broken(more=torch.zeros(2)), CheckpointError, r"extra: more \[2\]"),
+    "missing tensor": (
+        broken(lambda_q2=None),
+        CheckpointError,
+        r"missing: model\.layers\.1\.self_attn\.lambda_q2 \[8\]",
+    ),
+    "misshapen": (broken(lambda_q2=torch.zeros(3)), CheckpointError, r"lambda_q2 \[3\], must be \[8\]"),
+    "no config": (
+        whole_without_config,
+        ValueError,
+        r"config\.json does not exist\. .*rms_norm_eps",
+    ),
+    "sizes that contradict": (
+        with_fields(hidden_size=32),
+        CheckpointError,
+        r"\[64, 48\], must be \[64, 32\]",
+    ),
+    "ours": (with_fields(model_type="diff_llama"), ValueError, "`model_type` 'unilm-v1' or none, got 'diff_llama'"),
+    "other variant": (with_fields(diff_variant="v2"), ValueError, "`diff_variant` must be 'v1', got 'v2'"),
+    "biases": (with_fields(attention_bias=True), ValueError, "`attention_bias` must be False, got True"),
+    "activation": (with_fields(hidden_act="gelu"), ValueError, "`hidden_act` must be 'silu', got 'gelu'"),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSALS)
+def test_what_is_no_such_model_is_refused_and_nothing_is_written(refused: str, tmp_path: Path) -> None:
+    prepare, error, message = REFUSALS[refused]
+    source = prepare(tmp_path)
+    before = snapshot(tmp_path)
+    with pytest.raises(error, match=f"(?s){message}"):
+        convert(source, tmp_path / "dest", source="unilm-v1")
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "3"])
+def test_a_config_that_is_no_object_is_refused(content: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "src", model("v1", 2))
+    (source / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        convert(source, tmp_path / "dest", source="unilm-v1")
+
+
+def test_v2_read_as_v1_is_told_what_v1_has(tmp_path: Path) -> None:
+    torch.save(attention("v2", 2), tmp_path / "module.pt")
+    with pytest.raises(CheckpointError, match=r"(?s)no unilm-v1.*lambda_q1.*0?q_proj\.weight \[128, 48\]"):
+        convert(tmp_path / "module.pt", tmp_path / "dest", source="unilm-v1")
+
+
+@pytest.mark.parametrize(
+    ("variant", "fields", "named"),
+    [
+        ("v2", {}, "`diff_variant` must be 'v1', got 'v2'"),
+        ("v1", {"lambda_init": 0.5}, "`lambda_init` must be 'exponential', got 0.5"),
+        ("v1", {"head_norm": False}, "`head_norm` must be True"),
+        ("v1", {"use_qk_norm": True}, "`use_qk_norm` must be False"),
+        ("v1", {"no_rope_layers": [0, 1]}, "`no_rope_layers` must be None"),
+        ("v1", {"sliding_window": 4}, "`sliding_window` must be None, got 4"),
+        ("v1", {"attention_out_bias": True}, "`attention_out_bias` must be False"),
+    ],
+    ids=str,
+)
+def test_what_unilms_modules_lack_is_refused_by_name(
+    variant: str, fields: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    source = save_model(tmp_path / "src", tiny_config(variant, **fields))
+    with pytest.raises(ValueError, match=f"cannot become a model in unilm-v1's layout.*{named}"):
+        convert(source, tmp_path / "dest", target="unilm-v1")
+    assert not (tmp_path / "dest").exists()
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    variant=st.sampled_from(VARIANTS),
+    key_value_heads=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    d=st.sampled_from([2, 4, 6]),
+    hidden=st.integers(1, 9),
+    tied=st.booleans(),
+)
+def test_maps_are_inverse_to_each_other_for_all_shapes(
+    variant: str, key_value_heads: int, groups: int, d: int, hidden: int, tied: bool
+) -> None:
+    config = tiny_config(
+        variant,
+        num_key_value_heads=key_value_heads,
+        num_attention_heads=2 * key_value_heads * groups,
+        head_dim=2 * d,
+        hidden_size=hidden,
+        tie_word_embeddings=tied,
+    )
+    ours = {name: torch.randn(tensor.shape) for name, tensor in expected_tensors(config).items()}
+
+    def through(weights: Weights, weight_map: Any) -> Weights:
+        steps = plan({name: tensor.to("meta") for name, tensor in weights.items()}, weight_map, config)
+        return {name: step.make(*(weights[needed] for needed in step.inputs)) for name, step in steps.items()}
+
+    back = through(through(ours, TO_UNILM[variant]), FROM_UNILM[variant, "flash"])
+    assert back.keys() == ours.keys()
+    assert all(torch.equal(back[name], ours[name]) for name in ours)
+
+
+def test_plain_pairing_changes_the_number_of_key_value_heads_and_nothing_else() -> None:
+    config = tiny_config("v1", num_key_value_heads=2)
+    plain = convert_config(config, "plain")
+    differing = {key for key, value in plain.to_dict().items() if config.to_dict().get(key) != value}
+    assert differing == {"num_key_value_heads"}
+    assert convert_config(config, "flash") is config
