@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from llamas import SIZES, save_model
 from tiny import tiny_model, tiny_tokenizer
 from typer.testing import CliRunner
 
@@ -45,16 +46,13 @@ def test_continuous_integration_runs_the_readmes_test_command() -> None:
     assert "make test " in blocks("sh")[0]
 
 
-@pytest.mark.parametrize(
-    "line", [line for block in blocks("sh") for line in block.splitlines() if "diffllama " in line]
-)
-def test_the_command_line_runs(line: str, tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "path/to/llama")
-    words = [str(tmp_path / word) if word.startswith("path/") else word for word in line.split()]
-    assert words[0] == "diffllama"
-    result = CliRunner().invoke(app, words[1:], catch_exceptions=False)
-    assert result.exit_code == 0
-    assert (tmp_path / "path/to/new-folder/model.safetensors").is_file()
+def test_the_command_line_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path / "path/to/llama", transformers.LlamaConfig(**SIZES))
+    save_model(tmp_path / "path/to/diffllama", transformers.DiffLlamaConfig(**SIZES))
+    monkeypatch.chdir(tmp_path)
+    lines = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("diffllama ")]
+    assert len(lines) >= 6
+    for line in lines:
+        words = line.partition(" #")[0].split()
+        assert CliRunner().invoke(app, words[1:], catch_exceptions=False).exit_code == 0
+        assert (Path(words[3]) / "model.safetensors").is_file()

@@ -1,0 +1,211 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Converting streams: its time and its memory, beside a plain copy of the same files. Linux only.
+
+Usage: python -m benchmarks.conversion [--gigabytes 8] [--rounds 3] [--folder DIR] [--json FILE]
+
+The source is a Llama in bfloat16 with random weights, in a temporary folder that is removed at the end. The cases:
+
+    copy      `shutil.copytree`
+    engine    the conversion's engine with a map that copies every tensor (no real conversion does only that)
+    convert   `convert(source="llama", verify=False)`, which duplicates queries and doubles output projections
+
+Each runs in a fresh process, in turn, in rotating order. Before, everything is on the disk and nothing of the source in
+the page cache. Times begin after the imports and include fsync of the result. An uncounted round comes first; its
+results are checked.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import safetensors
+import torch
+import transformers
+from huggingface_hub import split_torch_state_dict_into_shards
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import safe_open, save_file
+
+from diffllama import DiffLlamaConfig
+from diffllama.conversion import convert
+from diffllama.conversion.checkpoints import open_checkpoint, write_shards
+from diffllama.conversion.transformers_models import expected_tensors
+from diffllama.conversion.weight_map import Rule, plan
+
+
+def llama(nbytes: float) -> transformers.LlamaConfig:
+    """A Llama of about so many bytes in bfloat16, as wide as one of 8B, or half, a quarter ... if it is too small."""
+    for scale in (1, 2, 4, 8, 16, 32):
+        hidden, intermediate, vocab = 4096 // scale, 14336 // scale, 32000 // scale
+        layers = round((nbytes / 2 - 2 * vocab * hidden) / (2.5 * hidden**2 + 3 * hidden * intermediate))
+        if layers >= 4:
+            break
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "vocab_size": vocab}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": max(layers, 1)}
+    return transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=False, dtype=torch.bfloat16)
+
+
+def generate(config: transformers.LlamaConfig, folder: Path) -> list[int]:
+    """Writes a checkpoint, with one shard in memory at a time, and returns the sizes of its tensors in bytes."""
+    config.save_pretrained(folder)
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in expected_tensors(config).items()}
+    pattern = "model{suffix}.safetensors"
+    split = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size="2GB")
+    numbers = (0.02 * torch.randn(9_999_991, generator=torch.Generator().manual_seed(0))).to(torch.bfloat16)
+
+    def values(name: str) -> torch.Tensor:  # the same numbers over and over, from another place on for every name
+        begin, count = 7919 * list(tensors).index(name), tensors[name].numel()
+        return numbers.roll(begin).repeat(1 + count // len(numbers))[:count].clone().reshape(tensors[name].shape)
+
+    for filename, names in split.filename_to_tensors.items():
+        save_file({name: values(name) for name in names}, folder / filename, metadata={"format": "pt"})
+    if split.is_sharded:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": split.tensor_to_filename}))
+    return [tensor.nbytes for tensor in tensors.values()]
+
+
+def copy_tensors(src: Path, dest: Path) -> None:
+    """Copies the weights in a folder with the conversion's engine."""
+    checkpoint = open_checkpoint(src)
+    templates = {re.sub(r"\d+", "{i}", name) for name in checkpoint.tensors}
+    dest.mkdir()
+    steps = plan(checkpoint.tensors, {template: Rule(template) for template in templates}, DiffLlamaConfig())
+    write_shards(dest, steps, checkpoint)
+
+
+CASES: dict[str, Callable[[Path, Path], object]] = {
+    "copy": shutil.copytree,
+    "engine": copy_tensors,
+    "convert": lambda src, dest: convert(src, dest, source="llama", verify=False),
+}
+
+
+def peak_mb() -> float:
+    """The most memory, mapped files included, of this process. (Linux' `ru_maxrss` begins with its parent's.)"""
+    return int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024 / 1e6
+
+
+def for_files(folder: Path, call: Callable[[int], object]) -> None:
+    """Calls a function with a descriptor of each file in a folder."""
+    for path in filter(Path.is_file, folder.rglob("*")):
+        with path.open("rb") as file:
+            call(file.fileno())
+
+
+def measure(case: str, src: Path, dest: Path) -> dict[str, float]:
+    """Runs and measures a case in this process."""
+    os.sync()  # pages that are not on the disk would stay in the cache
+    for_files(src, lambda file: os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED))
+    imports, start = peak_mb(), time.perf_counter()
+    CASES[case](src, dest)
+    returned = time.perf_counter()
+    for_files(dest, os.fsync)
+    times = {"seconds": time.perf_counter() - start, "seconds_before_fsync": returned - start}
+    return times | {"peak_mb": peak_mb(), "imports_mb": imports}
+
+
+def measure_afresh(case: str, src: Path, dest: Path) -> dict[str, float]:
+    """Runs and measures a case in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.conversion", "--child", case, src, dest]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def read(folder: Path, name: str) -> torch.Tensor:
+    """A tensor's values."""
+    index = folder / "model.safetensors.index.json"
+    file = json.loads(index.read_text())["weight_map"][name] if index.exists() else "model.safetensors"
+    with safe_open(folder / file, "pt") as opened:
+        return opened.get_tensor(name)
+
+
+def check(case: str, src: Path, dest: Path) -> None:
+    """Raises unless some tensors of a case's result, in the first and the last layer, have the values they must."""
+    config = transformers.LlamaConfig.from_pretrained(src)
+    for i in (0, config.num_hidden_layers - 1):
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj"):
+            expected, got = (read(folder, f"model.layers.{i}.{name}.weight") for folder in (src, dest))
+            if case == "convert" and "q_proj" in name:
+                heads = expected.split(config.head_dim)
+                expected = torch.cat([head for head in heads for _ in range(2)])
+            elif case == "convert" and "o_proj" in name:
+                expected = expected + expected
+            torch.testing.assert_close(got, expected, rtol=0, atol=0, msg=f"{case}: {name} of layer {i} is wrong.")
+
+
+def run(folder: Path, gigabytes: float, rounds: int, console: Console) -> dict[str, dict]:
+    """Checks and measures all cases in an empty folder. See the module's docstring."""
+    machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "rounds": rounds}
+    machine |= {"load before": os.getloadavg(), "python": platform.python_version(), "torch": torch.__version__}
+    machine |= {"transformers": transformers.__version__, "safetensors": safetensors.__version__}
+    generate(llama(3e6), folder / "tiny")
+    convert(folder / "tiny", folder / "converted", source="llama", verify=True)  # raises if a logit differs
+    src, dest = folder / "source", folder / "result"
+    sizes = generate(llama(gigabytes * 1e9), src)
+    machine |= {"source MB": sum(sizes) / 1e6, "largest tensor MB": max(sizes) / 1e6}
+    runs: dict[str, list[dict[str, float]]] = {case: [] for case in CASES}
+    for number in range(rounds + 1):
+        first = number % len(CASES)  # so that each case comes first, second, third
+        for case in [*CASES][first:] + [*CASES][:first]:
+            console.print(f"round {number} of {rounds}: {case}")
+            if number:
+                runs[case].append(measure_afresh(case, src, dest))
+            else:
+                measure(case, src, dest)
+                check(case, src, dest)
+            shutil.rmtree(dest)
+    machine["load after"] = os.getloadavg()
+    results: dict[str, dict] = {}
+    for case, measured in runs.items():
+        results[case] = {key: statistics.median(row[key] for row in measured) for key in measured[0]}
+        results[case]["peak_mb"] = max(row["peak_mb"] for row in measured)
+        results[case]["mb_per_second"] = sum(sizes) / 1e6 / results[case]["seconds"]
+        results[case]["speed_ratio"] = results["copy"]["seconds"] / results[case]["seconds"]
+        results[case]["runs"] = measured
+    return {"machine": machine, "results": results}
+
+
+def main() -> None:
+    """Runs the cases and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=8, help="size of the source")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each case is measured in turn")
+    parser.add_argument("--folder", type=Path, help="an existing folder on the disk to use")
+    parser.add_argument("--json", type=Path, help="write the results here too")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(measure(arguments.child[0], *map(Path, arguments.child[1:]))))
+        return
+    if arguments.gigabytes <= 0 or arguments.rounds < 1:
+        parser.error(f"there must be some gigabytes and rounds, got {arguments.gigabytes} and {arguments.rounds}")
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        free, needed = shutil.disk_usage(folder).free / 1e9, 3 * arguments.gigabytes
+        if free < needed:
+            parser.error(f"{folder} has {free:.1f} GB left, {needed:.1f} are needed: try --folder or --gigabytes")
+        console = Console(width=120)
+        report = run(Path(folder), arguments.gigabytes, arguments.rounds, console)
+    table = Table("case", "seconds (spread)", "before fsync", "MB/s", "of the copy", "peak MB", "MB after imports")
+    for case, row in report["results"].items():
+        times = [measured["seconds"] for measured in row["runs"]]
+        cells = [f"{row['seconds']:.2f} ({max(times) - min(times):.2f})", f"{row['seconds_before_fsync']:.2f}"]
+        cells += [f"{row['mb_per_second']:.0f}", f"{row['speed_ratio']:.2f}x"]
+        table.add_row(case, *cells, f"{row['peak_mb']:.0f}", f"{row['imports_mb']:.0f}")
+    console.print(report["machine"], table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a conversion looks like when one of its steps is left out: the table of conversion/README.md.
+
+Usage: python examples/wrong_layouts.py
+
+Converts small random models (float32, 4 layers, hidden width 256, 4 differential heads, 2 key/value heads) with the
+weight maps as they are, then with one operation left out, and prints how far the logits are off.
+"""
+
+from collections.abc import Callable
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedConfig
+
+from diffllama import DiffLlamaConfig
+from diffllama.configuration import SHARED_FIELDS, baseline
+from diffllama.conversion import llama, operations, transformers_diffllama, unilm
+from diffllama.conversion.transformers_models import meta_model
+from diffllama.conversion.verification import measure, token_ids
+from diffllama.conversion.weight_map import Operation, Rule, WeightMap, plan
+
+
+Weights = dict[str, torch.Tensor]
+Logits = Callable[[Weights], torch.Tensor]
+
+SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "rms_norm_eps": 1e-5}
+V1 = DiffLlamaConfig(**SIZES, num_attention_heads=8, num_key_value_heads=2, head_dim=64)
+V2 = DiffLlamaConfig(**SIZES, diff_variant="v2", num_attention_heads=8, num_key_value_heads=2, head_dim=64)
+PLAIN_V1 = unilm.convert_config(V1, "plain")
+THEIRS = transformers.DiffLlamaConfig(
+    **{field: getattr(V1, field) for field in SHARED_FIELDS if field not in ("mlp_bias", "dtype")},
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=32,
+)
+
+
+def random_weights(names: Weights) -> Weights:
+    """Values for tensors on the meta device: norms around 1, all else around 0."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: ("norm" in name or "subln" in name) + 0.1 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in names.items()
+    }
+
+
+def shapes(config: PreTrainedConfig) -> Weights:
+    """Names and shapes of a model's tensors, on the meta device."""
+    return dict(meta_model(config).state_dict())
+
+
+def model_logits(config: PreTrainedConfig) -> Logits:
+    """What a model of transformers computes with given weights."""
+
+    @torch.inference_mode()
+    def logits(weights: Weights) -> torch.Tensor:
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        model.load_state_dict(weights)
+        return model(token_ids(512, 32)).logits
+
+    return logits
+
+
+def unilm_logits(config: DiffLlamaConfig, pairing: unilm.Pairing) -> Logits:
+    """What unilm's formulas compute with given weights."""
+    return lambda weights: unilm.reference_outputs(weights, config, pairing)(False)
+
+
+def without(weight_map: WeightMap, operation: Operation) -> WeightMap:
+    """A weight map without an operation."""
+    return {
+        name: Rule(rule.target, tuple(o for o in rule.operations if o is not operation), rule.others)
+        if isinstance(rule, Rule)
+        else rule
+        for name, rule in weight_map.items()
+    }
+
+
+def heads_in_blocks(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
+    """A wrong `duplicate_heads`: all heads once, then all heads again."""
+    return torch.cat((tensor, tensor))
+
+
+def in_blocks(weight_map: WeightMap) -> WeightMap:
+    """The weight map of Llama with `heads_in_blocks`."""
+    query = "model.layers.{i}.self_attn.q_proj.weight"
+    return {**weight_map, query: Rule(query, (heads_in_blocks,))}
+
+
+def converted(weights: Weights, weight_map: WeightMap, config: DiffLlamaConfig) -> Weights:
+    """Applies a weight map, with our configuration."""
+    steps = plan({name: tensor.to("meta") for name, tensor in weights.items()}, weight_map, config)
+    return {name: step.make(*(weights[needed] for needed in step.inputs)) for name, step in steps.items()}
+
+
+def rows() -> list[tuple[str, str, float, float]]:
+    """For each conversion and step left out: the largest difference and the share of tokens with another top token."""
+    table = []
+
+    def add(
+        conversion: str, weights: Weights, source: Logits, result: Logits, config: DiffLlamaConfig,
+        maps: dict[str, WeightMap], new: Weights,
+    ) -> None:  # fmt: skip
+        expected = source(weights)
+        for left_out, weight_map in maps.items():
+            got = result(converted(weights, weight_map, config) | new)
+            found = measure([expected], [got], None, "logits")
+            table.append((conversion, left_out, found.max_difference / found.largest_output, 1 - found.same_top_token))
+
+    source, chosen = baseline(V2), llama.WEIGHT_MAPS["v2"]
+    add(
+        "llama → V2", random_weights(shapes(source)), model_logits(source), model_logits(V2), V2,
+        {"nothing": chosen, "doubling o_proj": without(chosen, operations.double),
+         "neighbours: heads copied in blocks": in_blocks(chosen)},
+        {name: make() for name, make in llama.new_weights(V2).items()},
+    )  # fmt: skip
+    chosen = transformers_diffllama.FROM_TRANSFORMERS
+    ours = transformers_diffllama.convert_config(THEIRS)
+    add(
+        "transformers → V1", random_weights(shapes(THEIRS)), model_logits(THEIRS), model_logits(ours), ours,
+        {"nothing": chosen, "halves → neighbours": without(chosen, operations.neighbours_from_halves)}, {},
+    )  # fmt: skip
+    chosen = transformers_diffllama.TO_TRANSFORMERS_WITH_NORM
+    add(
+        "V1 → transformers", random_weights(shapes(V1)), model_logits(V1), model_logits(THEIRS), V1,
+        {"nothing": chosen, "neighbours → halves": without(chosen, operations.halves_from_neighbours),
+         "folding the head norm": without(chosen, operations.fold_head_norm)}, {},
+    )  # fmt: skip
+    for config, pairing, title in (
+        (V1, "flash", "unilm-v1 → V1"), (V1, "plain", "unilm-v1, plain pairing → V1"), (V2, "flash", "unilm-v2 → V2"),
+    ):  # fmt: skip
+        chosen = unilm.FROM_UNILM[config.diff_variant, pairing]
+        maps = {"nothing": chosen, "interleaved → half": without(chosen, operations.half_from_interleaved)}
+        theirs = converted(shapes(config), unilm.TO_UNILM[config.diff_variant], config)
+        ours = PLAIN_V1 if pairing == "plain" else config
+        weights, source = random_weights(theirs), unilm_logits(config, pairing)
+        add(title, weights, source, model_logits(ours), ours, maps, {})
+        if pairing == "plain":
+            wrong = {"its keys: taken for Flash pairing": unilm.FROM_UNILM["v1", "flash"]}
+            add(title, weights, source, model_logits(V1), V1, wrong, {})
+    return table
+
+
+def main() -> None:
+    """Prints the table."""
+    table = Table("conversion", "left out", "largest difference / largest logit", "other top token", width=110)
+    for conversion, left_out, difference, other in rows():
+        table.add_row(conversion, left_out, f"{difference:.1e}", f"{other:.0%}")
+    Console(width=112).print(table)
+
+
+if __name__ == "__main__":
+    main()
