@@ -307,7 +307,7 @@ class UnilmResult:
     def save_config(self, config: DiffLlamaConfig, folder: Path) -> None:
         """Writes config.json."""
         fields = {name: value for name, value in config.to_dict().items() if name not in NOT_FIELDS}
-        fields = {"model_type": f"unilm-{config.diff_variant}"} | fields
+        fields |= {"model_type": f"unilm-{config.diff_variant}", "head_norm_affine": True}  # see `new_weights`
         (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
     def outputs(self, config: DiffLlamaConfig, folder: Path, dtype: torch.dtype, implementation: str) -> Outputs:

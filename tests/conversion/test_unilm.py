@@ -163,8 +163,10 @@ def test_transformers_does_not_take_a_unilm_folder_for_its_own(variant: str, tmp
 
 def test_a_norm_without_weight_becomes_one_with_ones(tmp_path: Path) -> None:
     source = save_model(tmp_path / "src", tiny_config("v1", head_norm_affine=False))
-    weights = load_file(convert(source, tmp_path / "dest", target="unilm-v1") / "model.safetensors")
+    folder = convert(source, tmp_path / "dest", target="unilm-v1")
+    weights = load_file(folder / "model.safetensors")
     assert torch.equal(weights["model.layers.1.self_attn.subln.weight"], torch.ones(16))
+    assert torch.equal(logits(convert(folder, tmp_path / "back", source="unilm-v1")), logits(source))
 
 
 # Attention modules alone
