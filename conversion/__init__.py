@@ -187,7 +187,7 @@ def check_space(nbytes: int, dest: Path) -> None:
     place = next(parent for parent in dest.parents if parent.exists())
     needed, free = nbytes + (1 << 20), shutil.disk_usage(place).free
     if needed > free:
-        raise OSError(f"{place} has {free / 1e9:.2f} GB left and the result needs {needed / 1e9:.2f} GB. Make room.")
+        raise OSError(f"{place} has {free / 1e9:.3g} GB left and the result needs {needed / 1e9:.3g} GB. Make room.")
 
 
 def verified(
@@ -205,7 +205,7 @@ def verified(
     needed, free = 1.5 * sum(file.stat().st_size for file in folder.glob("*.safetensors")), free_memory()
     needed *= dtype.itemsize / config.dtype.itemsize
     if wanted is None and needed > free:
-        return {"skipped": f"needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"}
+        return {"skipped": f"needs {needed / 1e9:.3g} GB of memory, {free / 1e9:.3g} GB are free"}
     # Whether bits are equal is also up to the kernels that torch chooses for 2h heads and for h. Where it chooses
     # other ones in one implementation of attention, it need not in the other.
     for implementation in ("sdpa", "eager"):

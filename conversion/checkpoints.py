@@ -183,6 +183,8 @@ def open_file(path: Path) -> TensorFile:
     Raises:
         SafetensorError, ValueError, OSError: it cannot be read, or holds other things than floating-point numbers.
     """
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"is none of {', '.join(SUFFIXES)}")
     with path.open("rb") as file:
         if file.read(24) == b"version https://git-lfs.":
             raise ValueError("is a pointer to the file, which git-lfs has not downloaded")
@@ -302,9 +304,13 @@ def write_shards(
         progress: see `Progress`.
     """
     results = {name: step.result for name, step in steps.items()}
-    split = split_torch_state_dict_into_shards(
-        results, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=max_shard_size
-    )
+    pattern = f"{stem}{{suffix}}.safetensors"
+    try:
+        split = split_torch_state_dict_into_shards(results, filename_pattern=pattern, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise ValueError(
+            f"`max_shard_size` must be a number of bytes or a text like '5GB', got {max_shard_size!r}."
+        ) from error
     total, done = sum(tensor.nbytes for tensor in results.values()), 0
     for filename, names in split.filename_to_tensors.items():
         # Wide dtypes first, so that every tensor begins at a multiple of its elements' size

@@ -173,7 +173,7 @@ def test_every_option_reaches_the_conversion(
         (["--from", "llama", "--to", "transformers"], "Give `source`"),
         (["--to", "llama"], "V2 has no stock target"),
         (["--from", "llama", "--pairing", "plain"], "`pairing`"),
-        (["--from", "llama", "--max-shard-size", "much"], "much"),
+        (["--from", "llama", "--max-shard-size", "much"], "`max_shard_size` must be a number of bytes or a text like"),
     ],
     ids=" ".join,
 )
