@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import is_offline_mode, snapshot_download
 from transformers import PreTrainedConfig
 
 from diffllama import __version__
@@ -140,10 +140,11 @@ def locate(src: str | os.PathLike[str], revision: str | None) -> Path:
         if revision is not None:
             raise ValueError(f"`revision` goes with a repository of the Hub, and {name} is none, got {revision!r}.")
         return path
+    download = partial(snapshot_download, name, revision=revision, local_files_only=is_offline_mode())
     try:
-        folder = snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.safetensors", *COMPANIONS])
+        folder = download(allow_patterns=["*.json", "*.safetensors", *COMPANIONS])
         if not list(Path(folder).glob("*.safetensors")):
-            folder = snapshot_download(name, revision=revision, allow_patterns=[f"{NAMES[1].partition('.')[0]}*"])
+            folder = download(allow_patterns=[f"{NAMES[1].partition('.')[0]}*"])
     except Exception as error:  # of the network, the cache, the name: to the user they are one
         raise FileNotFoundError(
             f"{path} does not exist, and no repository {name} can be had from the Hub: {type(error).__name__}: {error}"
