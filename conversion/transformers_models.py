@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
@@ -16,6 +16,10 @@ from transformers.utils.import_utils import is_accelerate_available, is_gguf_ava
 from diffllama.conversion.checkpoints import Checkpoint, TensorsInMemory, open_checkpoint
 from diffllama.conversion.verification import Outputs, VerificationError, model_outputs
 from diffllama.conversion.weight_map import CheckpointError, lines
+
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
 
 
 COMPANIONS = (
@@ -63,6 +67,49 @@ def load(location: dict[str, Any], dtype: torch.dtype, implementation: str) -> P
     return AutoModelForCausalLM.from_pretrained(**location, dtype=dtype, attn_implementation=implementation).eval()
 
 
+def gguf_text(reader: "GGUFReader", key: str) -> str | None:
+    """A text in the metadata of a GGUF file."""
+    field = reader.fields.get(key)
+    return bytes(field.parts[field.data[0]]).decode() if field else None
+
+
+def complete_gguf_config(config: PreTrainedConfig, reader: "GGUFReader", src: Path) -> None:
+    """Adds to the configuration that transformers reads from a GGUF file what it leaves out.
+
+    Raises:
+        CheckpointError: it would leave out more, which cannot be added. All of it is listed.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    arch = gguf_text(reader, "general.architecture")
+
+    def number(key: str) -> int | None:
+        field = reader.fields.get(f"{arch}.{key}")
+        return int(field.parts[field.data[0]][0]) if field else None
+
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if (key_width := number("attention.key_length") or width) != width:
+        config.head_dim = width = key_width
+
+    faults = []
+    if window := number("attention.sliding_window"):  # 0: none
+        if config.model_type == "phi3":
+            config.sliding_window = window
+        else:
+            faults.append(f"{arch}.attention.sliding_window {window}")
+    if (scaling := gguf_text(reader, f"{arch}.rope.scaling.type")) not in (None, "none"):
+        faults.append(f"{arch}.rope.scaling.type {scaling!r}")
+    if (rotated := number("rope.dimension_count") or width) != width:
+        faults.append(f"{arch}.rope.dimension_count {rotated} of {width}")
+    archs = {name: member for member, name in MODEL_ARCH_NAMES.items()}
+    names = get_tensor_name_map(archs[arch], config.num_hidden_layers)
+    known = {names.get_name(name, (".weight", ".bias")) for name in meta_model(config).state_dict()}
+    faults += [f"tensor {tensor.name}" for tensor in reader.tensors if tensor.name not in known]
+    if faults:
+        what = f"transformers does not read these parts of {src}; convert the original weights instead"
+        raise CheckpointError(lines(what, faults))
+
+
 class TransformersSource:
     """A folder with a checkpoint of a model of transformers, or a GGUF file of one.
 
@@ -98,6 +145,7 @@ class TransformersSource:
 
         Raises:
             ValueError: it is of another model type, or of a quantized model.
+            CheckpointError: it is a GGUF file with something in it that transformers does not read.
         """
         config = AutoConfig.from_pretrained(**self.location)
         if config.model_type not in self.model_types:
@@ -105,12 +153,23 @@ class TransformersSource:
             raise ValueError(f"`model_type` of the source must be one of {known}, got {config.model_type!r}.")
         if getattr(config, "quantization_config", None) is not None:
             raise ValueError("The source is quantized (`quantization_config`): convert the original weights instead.")
+        if self.src.is_file():
+            complete_gguf_config(config, self.gguf_reader, self.src)
         return config
+
+    @cached_property
+    def gguf_reader(self) -> "GGUFReader":
+        """Metadata and tensors of a GGUF file."""
+        from gguf import GGUFReader
+
+        return GGUFReader(self.src)
 
     @cached_property
     def gguf_model(self) -> PreTrainedModel:
         """The model that transformers makes of a GGUF file, its weights expanded to float32."""
-        model, report = AutoModelForCausalLM.from_pretrained(**self.location, output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            **self.location, config=self.config, output_loading_info=True
+        )
         if faults := [f"{kind}: {name}" for kind, names in report.items() for name in sorted(map(str, names))]:
             raise CheckpointError(lines(f"{self.src} and its configuration do not match", faults))
         return model.eval()
@@ -140,7 +199,8 @@ class TransformersSource:
     def save_companions(self, folder: Path) -> None:
         """Puts tokenizer, chat template and settings for generation into a folder: untouched, if they are files."""
         if self.src.is_file():
-            AutoTokenizer.from_pretrained(**self.location).save_pretrained(folder)
+            if gguf_text(self.gguf_reader, "tokenizer.ggml.model") not in (None, "none"):
+                AutoTokenizer.from_pretrained(**self.location).save_pretrained(folder)
             self.gguf_model.generation_config.save_pretrained(folder)
         copy_companions(self.src, folder)
 
