@@ -40,10 +40,10 @@ demo: $(VENV)/.demo ## Convert SmolLM2-135M and talk to it. PROMPT="..." asks an
 	$(RUN) examples/demo.py
 
 test: $(VENV)/.dev ## Run the tests.
-	$(RUN) -m pytest -n 2
+	$(RUN) -m pytest -n 2 --dist loadgroup
 
 test-oldest: $(OLDEST)/.dev ## Run the tests with the oldest supported transformers.
-	$(OLDEST)/bin/python -m pytest -n 2
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadgroup
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device.
 	$(RUN) -m pytest -m gpu
