@@ -21,7 +21,12 @@ from diffllama.choices import DTYPES, SOURCES, TARGETS
 from diffllama.conversion.checkpoints import NAMES, Checkpoint, Progress, write_shards
 from diffllama.conversion.output_folder import check_free, new_folder
 from diffllama.conversion.recipes import Recipe, find_recipe
-from diffllama.conversion.transformers_models import COMPANIONS, TransformersResult, TransformersSource
+from diffllama.conversion.transformers_models import (
+    COMPANIONS,
+    TransformersResult,
+    TransformersSource,
+    expected_tensors,
+)
 from diffllama.conversion.unilm import AttentionResult, UnilmResult, UnilmSource
 from diffllama.conversion.verification import Verification, VerificationError, compare, free_memory, promise
 from diffllama.conversion.weight_map import CheckpointError, Step, check_tensors, is_dropped, plan
@@ -103,15 +108,20 @@ def convert(
     steps = plan(checkpoint.tensors, weight_map, ours, cast)
     for name, make in recipe.new_weights(config).items():
         steps[name] = new_step(make, config.dtype)
-    check_space(sum(step.result.nbytes for step in steps.values()), dest)
-
     part = isinstance(opened, UnilmSource) and opened.attention_only
     result = AttentionResult() if part else recipe.result
+    if isinstance(result, TransformersResult) and not part:
+        made = {name: step.result for name, step in steps.items()}
+        check_tensors(made, expected_tensors(config), f"What {src} becomes")
+    check_space(sum(step.result.nbytes for step in steps.values()), dest)
+
     with new_folder(dest, overwrite) as folder:
         write_shards(folder, steps, checkpoint, max_shard_size, result.stem, progress)
         result.save_config(config, folder)
         opened.save_companions(folder)
-        verification = verified(verify, recipe, opened, result, config, folder)
+        if not isinstance(result, UnilmResult):
+            opened.settle_tokenizer(folder)
+        verification = verified(verify, recipe, opened, result, config, cast, folder)
         record = {
             "tool": f"diffllama {__version__}",
             "source": {"format": source or DiffLlamaConfig.model_type, "model_type": opened.config.model_type}
@@ -142,7 +152,9 @@ def locate(src: str | os.PathLike[str], revision: str | None) -> Path:
         return path
     download = partial(snapshot_download, name, revision=revision, local_files_only=is_offline_mode())
     try:
-        folder = download(allow_patterns=["*.json", "*.safetensors", *COMPANIONS])
+        weights = NAMES[0].partition(".")[0]
+        names = ["config.json", f"{weights}*.safetensors", f"{weights}*.index.json", *COMPANIONS]
+        folder = download(allow_patterns=names)
         if not list(Path(folder).glob("*.safetensors")):
             folder = download(allow_patterns=[f"{NAMES[1].partition('.')[0]}*"])
     except Exception as error:  # of the network, the cache, the name: to the user they are one
@@ -197,9 +209,13 @@ def verified(
     source: TransformersSource | UnilmSource,
     result: TransformersResult | UnilmResult,
     config: PreTrainedConfig,
+    cast: torch.dtype | None,
     folder: Path,
 ) -> dict[str, Any]:
-    """Compares what a folder computes with what its source does, for conversion.json. See `convert`."""
+    """Compares what a folder computes with what its source does, for conversion.json. See `convert`.
+
+    Weights that were cast to a dtype are compared with the source's, rounded to it.
+    """
     if wanted is False:
         return {"skipped": "not asked for"}
     dtype, tolerance = promise(config.dtype, recipe.bit_equal, recipe.exact)
@@ -211,7 +227,7 @@ def verified(
     # other ones in one implementation of attention, it need not in the other.
     for implementation in ("sdpa", "eager"):
         verification = compare(
-            partial(source.outputs, dtype, implementation),
+            partial(source.outputs, dtype, implementation, cast),
             partial(result.outputs, config, folder, dtype, implementation),
             tolerance,
             "attention outputs" if isinstance(result, AttentionResult) else "logits",
@@ -222,15 +238,15 @@ def verified(
         raise VerificationError(
             f"The result computes something else than its source: {verification}. Nothing was written."
         )
-    source.check_tokenizer(folder)
     return verification.as_dict() | {"attn_implementation": implementation}
 
 
 def has_chat_template(folder: Path) -> bool:
     """Whether a folder's tokenizer knows how to write a chat."""
+    files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
     settings = folder / "tokenizer_config.json"
-    return (folder / "chat_template.jinja").is_file() or (
-        settings.is_file() and "chat_template" in json.loads(settings.read_bytes())
+    return any((folder / name).exists() for name in files) or bool(
+        settings.is_file() and json.loads(settings.read_bytes()).get("chat_template")
     )
 
 

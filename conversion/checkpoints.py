@@ -304,13 +304,14 @@ def write_shards(
         progress: see `Progress`.
     """
     results = {name: step.result for name, step in steps.items()}
-    pattern = f"{stem}{{suffix}}.safetensors"
-    try:
-        split = split_torch_state_dict_into_shards(results, filename_pattern=pattern, max_shard_size=max_shard_size)
-    except ValueError as error:
-        raise ValueError(
-            f"`max_shard_size` must be a number of bytes or a text like '5GB', got {max_shard_size!r}."
-        ) from error
+    size = re.fullmatch(r"(\d+)([KMGT]B)?", str(max_shard_size))
+    if size is None or int(size[1]) == 0:
+        raise ValueError(f"`max_shard_size` must be a number of bytes or a text like '5GB', got {max_shard_size!r}.")
+    split = split_torch_state_dict_into_shards(
+        results,
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=size[0] if size[2] else int(size[1]),
+    )
     total, done = sum(tensor.nbytes for tensor in results.values()), 0
     for filename, names in split.filename_to_tensors.items():
         # Wide dtypes first, so that every tensor begins at a multiple of its elements' size

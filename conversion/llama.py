@@ -69,6 +69,7 @@ def _weight_map(query: tuple[Operation, ...], output: tuple[Operation, ...]) -> 
             Rule(f"{_MLP}up_proj.weight", (second_half,)),
         ),
         f"{_ATTENTION}rotary_emb.inv_freq": None,  # old checkpoints have it; it follows from the configuration
+        "model.rotary_emb.inv_freq": None,
     }
 
 
@@ -118,14 +119,16 @@ def convert_config(source: PreTrainedConfig, variant: str) -> DiffLlamaConfig:
                 f"key/value heads, got {key_value_heads}. Use variant='v2'."
             )
         attention = {"num_attention_heads": heads, "num_key_value_heads": key_value_heads // 2, "head_dim": 2 * width}
+    # A configuration keeps fields that its model does not read: only those that it reads may come along
+    kind = source.model_type
     fields = {field: getattr(source, field) for field in SHARED_FIELDS if hasattr(source, field)}
-    if source.model_type == "qwen2":
-        fields |= {"attention_bias": True, "attention_out_bias": False}
-    layer_types = getattr(source, "layer_types", None)
-    if getattr(source, "sliding_window", None) is not None and "full_attention" not in set(layer_types or ()):
-        layer_types = ["sliding_attention"] * source.num_hidden_layers
-    if "sliding_attention" in set(layer_types or ()):
-        fields |= {"sliding_window": source.sliding_window, "layer_types": layer_types}
-    if source.model_type == "smollm3" and not all(source.no_rope_layers):
+    fields["attention_bias"] = kind == "qwen2" or (kind in ("llama", "qwen3", "smollm3") and source.attention_bias)
+    fields["attention_out_bias"] = kind != "qwen2" and fields["attention_bias"]
+    fields["mlp_bias"] = kind in ("llama", "smollm3") and source.mlp_bias
+    if kind in ("mistral", "phi3") and source.sliding_window is not None:
+        fields["sliding_window"] = source.sliding_window  # in every layer
+    elif kind in ("qwen2", "qwen3", "smollm3") and "sliding_attention" in source.layer_types:
+        fields |= {"sliding_window": source.sliding_window, "layer_types": source.layer_types}
+    if kind == "smollm3" and not all(source.no_rope_layers):
         fields["no_rope_layers"] = source.no_rope_layers[: source.num_hidden_layers]
-    return DiffLlamaConfig(**fields, **attention, diff_variant=variant, use_qk_norm=source.model_type == "qwen3")
+    return DiffLlamaConfig(**fields, **attention, diff_variant=variant, use_qk_norm=kind == "qwen3")

@@ -27,23 +27,22 @@ def new_folder(dest: Path, overwrite: bool = False) -> Iterator[Path]:
     dest = Path(os.path.abspath(dest))
     check_free(dest, overwrite)
     dest.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{dest.name}.", dir=dest.parent))
+    work = Path(tempfile.mkdtemp(prefix=f".{dest.name[:40]}.", dir=dest.parent))
     try:
         new = work / "new"
         new.mkdir()  # mkdtemp's own folder is closed to others; this one has the usual permissions
         yield new
         check_free(dest, overwrite)
         if dest.exists():
-            old = dest.rename(work / "old")
-            try:
-                new.rename(dest)
-            except BaseException:
-                old.rename(dest)
-                raise
-        else:
-            new.rename(dest)
+            dest.rename(work / "old")
+        new.rename(dest)
+    except BaseException:
+        if (work / "old").exists() and not dest.exists():
+            (work / "old").rename(dest)
+        raise
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        if dest.exists() or not (work / "old").exists():  # what stood at `dest` is never removed with nothing there
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def check_free(dest: Path, overwrite: bool) -> None:
@@ -51,7 +50,12 @@ def check_free(dest: Path, overwrite: bool) -> None:
     existing = next(path for path in (dest, *dest.parents) if path.exists() or path.is_symlink())
     if not existing.is_dir():
         raise FileExistsError(f"{existing} is not a folder. Name another place for {dest.name}.")
-    if existing != dest or not any(dest.iterdir()):
+    if existing != dest:
+        return
+    if dest == Path.cwd() or dest.is_mount():
+        what = "the current folder" if dest == Path.cwd() else "a mount point"
+        raise FileExistsError(f"{dest} is {what}, which cannot be replaced. Name a folder inside it.")
+    if not any(dest.iterdir()):
         return
     if not overwrite:
         raise FileExistsError(f"{dest} exists and is not empty. Name another folder or overwrite it with --overwrite.")

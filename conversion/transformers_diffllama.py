@@ -72,7 +72,7 @@ def convert_config(source: TransformersDiffLlamaConfig) -> DiffLlamaConfig:
         raise ValueError(f"`rms_norm_eps` of the source must be positive, got {source.rms_norm_eps}.")
     width = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
     return DiffLlamaConfig(
-        **{field: getattr(source, field) for field in SHARED_FIELDS if hasattr(source, field)},
+        **{field: getattr(source, field) for field in SHARED_FIELDS if field != "mlp_bias"},  # it has no such biases
         diff_variant="v1",
         num_attention_heads=source.num_attention_heads,
         num_key_value_heads=source.num_key_value_heads // 2,

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints that transformers loads, as sources and as results of a conversion: stock models and our own."""
 
+import json
 import shutil
 from collections.abc import Sequence
 from functools import cached_property
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 
 
 COMPANIONS = (
-    "tokenizer*",
+    "tokenizer*.json",
+    "tokenizer.model*",
+    "*.tiktoken",
+    "sentencepiece.bpe.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.*",
@@ -36,7 +40,8 @@ COMPANIONS = (
 )
 """Files beside the weights that belong to a tokenizer, a chat template or generation; they are copied as they are."""
 
-SAMPLE_TEXT = "Differential attention cancels noise, 4173 times: naïve façade, 北京 🙂\n\tdef f(x): return x  # ok"
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
+SAMPLE_TEXT = "  Differential attention cancels noise, 4173 times: naïve façade, 北京 🙂\n\tdef f(x): return x  # ok"
 
 
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
@@ -63,8 +68,28 @@ def copy_companions(src: Path, folder: Path) -> None:
 
 
 def load(location: dict[str, Any], dtype: torch.dtype, implementation: str) -> PreTrainedModel:
-    """Loads a model to be compared with another one."""
-    return AutoModelForCausalLM.from_pretrained(**location, dtype=dtype, attn_implementation=implementation).eval()
+    """Loads a model to be compared with another one. Raises `CheckpointError` if transformers misses tensors."""
+    model, report = AutoModelForCausalLM.from_pretrained(
+        **location, dtype=dtype, attn_implementation=implementation, output_loading_info=True
+    )
+    if report["missing_keys"]:
+        raise CheckpointError(
+            lines("Without --no-verify, transformers has to load the model, and it does not find these tensors",
+                  sorted(report["missing_keys"]))
+        )  # fmt: skip
+    return model.eval()
+
+
+def cast(model: PreTrainedModel, *dtypes: torch.dtype | None) -> PreTrainedModel:
+    """Casts a model's parameters, and nothing else (rotary frequencies stay in float32), to one dtype after another.
+
+    They are made contiguous too, for with other strides torch may choose other kernels.
+    """
+    for parameter in model.parameters():
+        for dtype in dtypes:
+            parameter.data = parameter.data if dtype is None else parameter.data.to(dtype)
+        parameter.data = parameter.data.contiguous()
+    return model
 
 
 def gguf_text(reader: "GGUFReader", key: str) -> str | None:
@@ -188,33 +213,68 @@ class TransformersSource:
         """Names and shapes that the tensors must have."""
         return expected_tensors(self.config)
 
-    def outputs(self, dtype: torch.dtype, implementation: str) -> Outputs:
-        """What the model computes in a dtype with an implementation of attention, see `verification`."""
+    def outputs(self, dtype: torch.dtype, implementation: str, rounded: torch.dtype | None = None) -> Outputs:
+        """What the model computes in a dtype with an implementation of attention, see `verification`.
+
+        With `rounded`, its weights are rounded to that dtype first.
+        """
         if self.src.is_dir():
-            return model_outputs(load(self.location, dtype, implementation))
-        model = self.gguf_model.to(dtype)
-        model.set_attn_implementation(implementation)
-        return model_outputs(model)
+            return model_outputs(cast(load(self.location, rounded or dtype, implementation), dtype))
+        self.gguf_model.set_attn_implementation(implementation)
+        return model_outputs(cast(self.gguf_model, rounded, dtype))
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The source's tokenizer, or `None`. Raises whatever transformers raises on files that are broken."""
+        if self.src.is_file():
+            has_one = gguf_text(self.gguf_reader, "tokenizer.ggml.model") not in (None, "none")
+        else:
+            has_one = any((self.src / name).is_file() for name in TOKENIZER_FILES)
+        return AutoTokenizer.from_pretrained(**self.location) if has_one else None
 
     def save_companions(self, folder: Path) -> None:
         """Puts tokenizer, chat template and settings for generation into a folder: untouched, if they are files."""
         if self.src.is_file():
-            if gguf_text(self.gguf_reader, "tokenizer.ggml.model") not in (None, "none"):
-                AutoTokenizer.from_pretrained(**self.location).save_pretrained(folder)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(folder)
             self.gguf_model.generation_config.save_pretrained(folder)
-        copy_companions(self.src, folder)
+        else:
+            copy_companions(self.src, folder)
 
-    def check_tokenizer(self, folder: Path) -> None:
-        """Checks that the tokenizer in a folder, if there is one, does what the source's does.
+    def settle_tokenizer(self, folder: Path) -> None:
+        """Makes the tokenizer in a folder load as the source's does.
+
+        transformers chooses a tokenizer's class by the model type too, which is another one now: where that makes a
+        difference, the class that the source had is written down. Code of a tokenizer does not come along, nor does its
+        entry in `auto_map`: with the model's code, it would be trusted.
 
         Raises:
-            VerificationError: it encodes a text otherwise.
-            Exception: whatever transformers raises on tokenizer files that are broken.
+            VerificationError: it still encodes otherwise, or does not load.
         """
-        if (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.json").is_file():
-            old, new = (AutoTokenizer.from_pretrained(**place) for place in (self.location, result_location(folder)))
-            if old(SAMPLE_TEXT).input_ids != new(SAMPLE_TEXT).input_ids:
+        if self.tokenizer is None:
+            return
+        file = folder / "tokenizer_config.json"
+        settings = json.loads(file.read_bytes()) if file.is_file() else {}
+        if settings.pop("auto_map", None) is not None:
+            file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        if not loads_like(self.tokenizer, folder):
+            settings["tokenizer_class"] = type(self.tokenizer).__name__
+            file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            if not loads_like(self.tokenizer, folder, to_the_letter=False):
                 raise VerificationError(f"The tokenizer of {self.src} encodes otherwise in the converted folder.")
+
+
+def loads_like(tokenizer: Any, folder: Path, to_the_letter: bool = True) -> bool:
+    """Whether the tokenizer in a folder loads and is (or at least encodes like) another one."""
+    try:
+        loaded = AutoTokenizer.from_pretrained(**result_location(folder))
+    except Exception:  # of transformers and tokenizers, for whatever it is that is wrong with the files
+        return False
+    mine, theirs = (getattr(each, "backend_tokenizer", None) for each in (tokenizer, loaded))
+    if to_the_letter and mine is not None and theirs is not None and mine.to_str() != theirs.to_str():
+        return False
+    texts = (SAMPLE_TEXT, " ".join(tokenizer.all_special_tokens) + SAMPLE_TEXT)
+    return all(tokenizer(text).input_ids == loaded(text).input_ids for text in texts)
 
 
 def result_location(folder: Path) -> dict[str, Any]:

@@ -63,6 +63,7 @@ LACKING: dict[str, object] = {
     "head_norm": True,
     "attention_bias": False,
     "attention_out_bias": False,
+    "mlp_bias": False,
     "use_qk_norm": False,
     "no_rope_layers": None,
     "sliding_window": None,
@@ -112,7 +113,15 @@ class UnilmSource:
             files = [file for file in self.src.iterdir() if file.suffix in SUFFIXES]
             if not files:
                 raise FileNotFoundError(f"{self.src} has no files of weights ({', '.join(SUFFIXES)}).")
-            files.sort(key=lambda file: [int(number) for number in re.findall(r"\d+", file.stem)])
+            numbers = {file: [int(number) for number in re.findall(r"\d+", file.stem)] for file in files}
+            files.sort(key=lambda file: (numbers[file], file.name))
+            if len(files) > 1 and [numbers[file][-1:] for file in files] != [
+                [numbers[files[0]][-1] + i] for i in range(len(files)) if numbers[files[0]]
+            ]:
+                raise CheckpointError(
+                    lines(f"Files of {self.src} must end in the numbers of their layers, without gaps",
+                          [file.name for file in files])
+                )  # fmt: skip
             parts = [open_checkpoint(file) for file in files]
         homes: dict[str, tuple[TensorFile, str]] = {}
         for layer, part in enumerate(parts):
@@ -201,16 +210,16 @@ class UnilmSource:
         names = {name: step.result for name, step in plan(ours, TO_UNILM[self.variant], self.config).items()}
         return {name: tensor for name, tensor in names.items() if not self.attention_only or ".self_attn." in name}
 
-    def outputs(self, dtype: torch.dtype, implementation: str = "") -> Outputs:
+    def outputs(self, dtype: torch.dtype, implementation: str = "", rounded: torch.dtype | None = None) -> Outputs:
         """What unilm's formulas give: logits, or every attention module's output for random inputs."""
-        weights = {name: self.checkpoint.read(name).to(dtype) for name in self.checkpoint.tensors}
+        weights = {name: self.checkpoint.read(name).to(rounded or dtype).to(dtype) for name in self.checkpoint.tensors}
         return reference_outputs(weights, self.config, self.pairing, self.attention_only)
 
     def save_companions(self, folder: Path) -> None:
         """Puts tokenizer and settings for generation into a folder, if the source is a folder that has them."""
         copy_companions(self.src, folder)
 
-    def check_tokenizer(self, folder: Path) -> None:
+    def settle_tokenizer(self, folder: Path) -> None:
         """Nothing to compare with: unilm's folders say no model type from which transformers knows a tokenizer."""
 
 

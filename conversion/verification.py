@@ -80,7 +80,7 @@ class Verification:
             verdict = f"{'Verified' if self.passed else 'WRONG'}, promised: {promised}"
         return (
             f"{verdict}. {self.compared.capitalize()} of {self.sequences} sequences of {self.length} tokens in "
-            f"{self.dtype}, with and without cache: {difference}."
+            f"{self.dtype}{', with and without cache' * (self.compared == 'logits')}: {difference}."
         )
 
 

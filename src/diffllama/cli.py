@@ -113,7 +113,10 @@ def convert(
 
 def main() -> None:
     """Runs the command line: one line for an error (a list if there are several), no traceback, exit status 1."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends like an error: files are removed
+    for name in ("SIGTERM", "SIGHUP"):  # end like an error, so that unfinished files are removed
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         app()
     except Exception as error:

@@ -14,14 +14,34 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard, snapshot_download
-from llamas import CHAT_TEMPLATE, REFUSALS, Refusal, add_tokenizer, edit_config, edit_weights, llama, prepared, snapshot
+from llamas import (
+    CHAT_TEMPLATE,
+    REFUSALS,
+    SIZES,
+    Refusal,
+    add_tokenizer,
+    edit_config,
+    edit_weights,
+    llama,
+    prepared,
+    save_model,
+    snapshot,
+)
 from safetensors.torch import load_file
 from tiny import tokens
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, models, normalizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    PreTrainedModel,
+)
 
 import diffllama.conversion
 from diffllama import DiffLlamaForCausalLM, __version__
-from diffllama.conversion import DTYPES, VerificationError, transformers_models
+from diffllama.conversion import DTYPES, CheckpointError, VerificationError, transformers_models
 from diffllama.conversion import llama as llama_map
 from diffllama.conversion.weight_map import Rule
 from diffllama.modeling_diff import modeling_diffllama
@@ -392,6 +412,72 @@ def test_no_weights_are_read_before_it_is_refused(
     monkeypatch.setattr(transformers_models, "open_checkpoint", lambda _: pytest.fail("weights were opened"))
     with pytest.raises(REFUSALS[refused].error, match=REFUSALS[refused].message):
         convert(source, dest)
+
+
+def sentencepiece_like(folder: Path) -> None:
+    """A tokenizer.json as Mistral's and Phi-3's: what `LlamaTokenizer` would make of it is another tokenizer."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(97, 123))]
+    backend = Tokenizer(
+        models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.add_special_tokens(["<unk>", "<s>", "</s>", "<|user|>"])
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": True, "bos_token": "<s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def test_a_tokenizer_whose_class_depends_on_the_model_type_stays_what_it_was(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "src", MistralConfig(**SIZES | {"vocab_size": 320, "sliding_window": None}))
+    sentencepiece_like(source)
+    folder = convert(source, tmp_path / "dest", verify=False)
+    old, new = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(folder)
+    for text in ("<s><|user|> hello", "  leading", "a\n\nb 7"):
+        assert new(text).input_ids == old(text).input_ids
+    assert new.backend_tokenizer.to_str() == old.backend_tokenizer.to_str()
+
+
+def test_code_of_a_tokenizer_does_not_come_along(source: Path, tmp_path: Path) -> None:
+    (source / "tokenizer_mine.py").write_text("raise SystemExit('code of the source ran')")
+    file = source / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {"auto_map": {"AutoTokenizer": ["tokenizer_mine.Mine", None]}}
+    file.write_text(json.dumps(settings))
+    folder = convert(source, tmp_path / "dest")
+    assert not (folder / "tokenizer_mine.py").exists()
+    assert "auto_map" not in json.loads((folder / "tokenizer_config.json").read_text())
+    assert AutoTokenizer.from_pretrained(folder)("w13").input_ids == [13]
+
+
+def test_weights_that_are_not_contiguous_are_converted_and_verified(source: Path, tmp_path: Path) -> None:
+    weights = load_file(source / "model.safetensors")
+    torch.save({n: w.T.contiguous().T if w.ndim == 2 else w for n, w in weights.items()}, source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    converted = DiffLlamaForCausalLM.from_pretrained(convert(source, tmp_path / "dest"))
+    assert torch.equal(converted.lm_head.weight, weights["lm_head.weight"])
+
+
+def test_what_transformers_cannot_load_is_not_compared_with_noise(source: Path, tmp_path: Path) -> None:
+    weights = load_file(source / "model.safetensors")
+    torch.save({"model": weights}, source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"(?s)Without --no-verify.*does not find these tensors.*lm_head\.weight"):
+        convert(source, tmp_path / "dest")
+    converted = DiffLlamaForCausalLM.from_pretrained(convert(source, tmp_path / "dest", verify=False))
+    assert torch.equal(converted.lm_head.weight, weights["lm_head.weight"])
+
+
+@pytest.mark.parametrize(("size", "shards"), [(60_000, True), ("60000", True), ("60KB", True), ("1GB", False)])
+def test_the_size_of_shards_is_bytes_or_a_text_with_a_unit(
+    size: int | str, shards: bool, source: Path, tmp_path: Path
+) -> None:
+    folder = convert(source, tmp_path / "dest", max_shard_size=size, verify=False)
+    assert (folder / "model.safetensors.index.json").exists() is shards
+
+
+@pytest.mark.parametrize("size", ["0", "0GB", "-5GB", "5 apples", -1])
+def test_a_size_that_is_none_is_refused(size: int | str, source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`max_shard_size` must be a number of bytes or a text like '5GB', got"):
+        convert(source, tmp_path / "dest", max_shard_size=size)
 
 
 # Faults of the machine

@@ -57,6 +57,7 @@ LLAMAS: dict[str, dict[str, Any]] = {
 }
 DTYPES = ("float32", "bfloat16")
 ONE = "model.layers.0.self_attn."
+INVERSE_FREQUENCIES = {f"{ONE}rotary_emb.inv_freq", "model.rotary_emb.inv_freq"}
 CASES = (*LLAMAS, *RELATIVES)
 convert = partial(diffllama.conversion.convert, source="llama")
 
@@ -148,7 +149,7 @@ def test_auto_keeps_the_dtype_of_the_source(stored: str, tmp_path: Path) -> None
 
 
 def test_rotary_frequencies_that_old_checkpoints_carry_are_left_out(source: Path, tmp_path: Path) -> None:
-    edit_weights(source, lambda weights: weights.update({f"{ONE}rotary_emb.inv_freq": torch.zeros(8)}))
+    edit_weights(source, lambda weights: weights.update({name: torch.zeros(8) for name in INVERSE_FREQUENCIES}))
     weights = load_file(convert(source, tmp_path / "dest") / "model.safetensors")
     assert not [name for name in weights if "inv_freq" in name]
 
@@ -191,7 +192,7 @@ def test_the_weight_map_makes_every_tensor_of_ours(case: str, variant: str) -> N
 
 def test_no_entry_of_the_weight_map_is_idle() -> None:
     names = {name for case in CASES for name in expected_tensors(source_config(case))}
-    used = {name: find_rules(name, WEIGHT_MAPS["v2"]) for name in names | {f"{ONE}rotary_emb.inv_freq"}}
+    used = {name: find_rules(name, WEIGHT_MAPS["v2"]) for name in names | INVERSE_FREQUENCIES}
     assert None not in used.values()
     templates = {re.sub(r"\d+", "{i}", name) for name in used}
     assert templates == set(WEIGHT_MAPS["v2"]) == set(WEIGHT_MAPS["v1"])
@@ -344,3 +345,13 @@ def test_queries_are_doubled_as_neighbours_and_outputs_are_twice_as_large(source
     assert torch.equal(new[f"{ONE}o_proj.weight"], 2 * old[f"{ONE}o_proj.weight"])
     assert new[f"{ONE}lambda_proj.weight"].shape == (4, 64)
     assert torch.count_nonzero(new[f"{ONE}lambda_proj.weight"]) == 0
+
+
+def test_fields_that_the_source_does_not_read_do_not_come_along(tmp_path: Path) -> None:
+    window = llama(tmp_path / "llama")
+    edit_config(window, sliding_window=40)  # transformers' Llama has no window
+    biases = relative(tmp_path / "mistral", "mistral")
+    edit_config(biases, attention_bias=True, mlp_bias=True)  # nor Mistral biases
+    for source in (window, biases):
+        config = DiffLlamaForCausalLM.from_pretrained(convert(source, tmp_path / f"{source.name}-v2")).config
+        assert (config.sliding_window, config.attention_bias, config.mlp_bias) == (None, False, False)

@@ -159,3 +159,29 @@ def test_a_place_under_a_file_or_behind_a_dangling_link_is_refused(tmp_path: Pat
 def test_a_missing_folder_is_free(tmp_path: Path) -> None:
     assert check_free(tmp_path / "a" / "b", False) is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_after_the_old_folder_was_moved_away_brings_it_back(
+    dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = Path.rename
+
+    def interrupted(path: Path, target: Path) -> Path:
+        renamed = rename(path, target)
+        if target.name == "old":
+            raise KeyboardInterrupt
+        return renamed
+
+    before = snapshot(dest.parent)
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt), new_folder(dest, overwrite=True):
+        pass
+    assert snapshot(dest.parent) == before
+
+
+def test_the_current_folder_and_a_mount_point_are_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileExistsError, match=r"is the current folder.* Name a folder inside it"):
+        check_free(Path.cwd(), True)
+    with pytest.raises(FileExistsError, match="is a mount point"):
+        check_free(Path("/"), True)

@@ -395,3 +395,30 @@ def test_plain_pairing_changes_the_number_of_key_value_heads_and_nothing_else() 
     differing = {key for key, value in plain.to_dict().items() if config.to_dict().get(key) != value}
     assert differing == {"num_key_value_heads"}
     assert convert_config(config, "flash") is config
+
+
+@pytest.mark.parametrize("names", [("a.pt", "z.pt"), ("l0.pt", "l2.pt"), ("l1.pt", "m1.pt")], ids=str)
+def test_files_whose_names_do_not_tell_their_layers_are_refused(names: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    for i, name in enumerate(names):
+        torch.save(attention("v1", 2, seed=i), tmp_path / "src" / name)
+    with pytest.raises(CheckpointError, match=rf"(?s)numbers of their layers.*{names[0]}.*{names[1]}"):
+        convert(tmp_path / "src", tmp_path / "dest", source="unilm-v1")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_cast_is_verified_against_the_rounded_source(variant: str, tmp_path: Path) -> None:
+    source = save_model(tmp_path / "src", tiny_config(variant))
+    there = convert(source, tmp_path / "there", target=f"unilm-{variant}", dtype="bfloat16", verify=True)
+    convert(save_model(tmp_path / "again", tiny_config(variant)), tmp_path / "unilm", target=f"unilm-{variant}")
+    back = convert(tmp_path / "unilm", tmp_path / "back", source=f"unilm-{variant}", dtype="bfloat16", verify=True)
+    for folder in (there, back):
+        verification = json.loads((folder / "conversion.json").read_text())["verification"]
+        assert verification["max_difference"] <= 1e-5 * verification["largest_output"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_biases_of_the_feed_forward_layers_are_refused(variant: str, tmp_path: Path) -> None:
+    source = save_model(tmp_path / "src", tiny_config(variant, mlp_bias=True))
+    with pytest.raises(ValueError, match="`mlp_bias` must be False, got True"):
+        convert(source, tmp_path / "dest", target=f"unilm-{variant}")
