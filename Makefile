@@ -42,8 +42,8 @@ demo: $(VENV)/.demo ## Convert SmolLM2-135M and talk to it. PROMPT="..." asks an
 test: $(VENV)/.dev ## Run the tests.
 	$(RUN) -m pytest -n 2 --dist loadgroup
 
-test-oldest: $(OLDEST)/.dev ## Run the tests with the oldest supported transformers.
-	$(OLDEST)/bin/python -m pytest -n 2 --dist loadgroup
+test-oldest: $(OLDEST)/.dev ## Run the tests with the oldest supported transformers, but for slow ones (SLOW=1: all).
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadgroup $(if $(SLOW),,-m "not slow")
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device.
 	$(RUN) -m pytest -m gpu
