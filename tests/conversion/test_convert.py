@@ -493,6 +493,7 @@ def write(tensor, out, write=checkpoints.write):
     time.sleep(60)
 
 checkpoints.write = write
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started with it ignored
 sys.argv = ["diffllama", "convert", "src", "dest", "--from", "llama"]
 main()
 """
