@@ -1,48 +1,24 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Model cards, filled from facts that a model itself tells."""
+"""Hub folders: they are made (`export`), get cards (`write_card`), are checked (`check`) and sent (`push`)."""
 
-from collections.abc import Mapping
-from importlib import resources
+import importlib
 from typing import TYPE_CHECKING, Any
-
-from huggingface_hub import ModelCard, ModelCardData
 
 
 if TYPE_CHECKING:
-    from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
+    from diffllama.hub_cards.checks import Finding, check
+    from diffllama.hub_cards.hub_folder import export, write_card
+    from diffllama.hub_cards.upload import push
+
+_HOMES = {"Finding": "checks", "check": "checks", "export": "hub_folder", "push": "upload", "write_card": "hub_folder"}
 
 
-def converted_card(
-    config: "DiffLlamaConfig", record: Mapping[str, Any], parameters: int, *, chat: bool = False, part: bool = False
-) -> ModelCard:
-    """The card of a model converted from another one, or of one of ours converted into another.
-
-    Args:
-        config: our configuration, before or after.
-        record: what conversion.json holds, see `diffllama.conversion.convert`.
-        parameters: how many numbers the weights have.
-        chat: whether the tokenizer has a chat template.
-        part: whether it is attention modules alone.
-    """
-    result, source = record["result"], record["source"]
-    loads = not part and not result["format"].startswith("unilm")
-    return ModelCard.from_template(
-        ModelCardData(
-            library_name="transformers" if loads else None,
-            pipeline_tag="text-generation" if loads else None,
-            tags=["diffllama", "differential-attention", f"diff-{config.diff_variant}"],
-            base_model=source["name"] if "revision" in source else None,
-        ),
-        template_str=resources.files(__name__).joinpath("converted.md").read_text(encoding="utf-8"),
-        record=record,
-        ours=result["format"] == config.model_type,
-        part=part,
-        config=config,
-        heads=config.num_attention_heads // 2,
-        parameters=f"{parameters:,}",
-        chat=chat,
-    )
+def __getattr__(name: str) -> Any:
+    # Not imported at once: conversions write cards, and folders are made with what conversions are made of
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["converted_card"]
+__all__ = ["Finding", "check", "export", "push", "write_card"]

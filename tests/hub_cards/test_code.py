@@ -1,0 +1,182 @@
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from diffllama import __version__
+from diffllama.hub_cards import code
+from diffllama.hub_cards.code import HubCodeError, code_licence, differences, hub_code, stamped, unstamped, write_code
+
+
+HEADER = "# Copyright 2026 The diffllama authors.\n# SPDX-License-Identifier: Apache-2.0\n"
+AUTO_MAP = {"AutoModel": "model.Model"}
+
+
+def faults(folder: Path, files: dict[str, str], auto_map: dict[str, str] = AUTO_MAP) -> str:
+    """Writes a folder of code. Returns what cannot be followed in it."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    with pytest.raises(HubCodeError) as error:
+        hub_code(folder, auto_map)
+    title, *lines = str(error.value).splitlines()
+    assert str(folder) in title
+    assert all(line.startswith("  ") for line in lines)
+    return "\n".join(line.strip() for line in lines)
+
+
+def test_the_packages_code_can_be_followed_and_is_all_there_is() -> None:
+    assert set(hub_code()) == {file.name for file in code.SOURCE.glob("*.py")} - {"__init__.py"}
+
+
+def test_files_are_found_from_the_entry_points_on(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("from .a import x\n\nclass Model: ...\n")
+    (tmp_path / "a.py").write_text("def f():\n    from .b import y\n")
+    (tmp_path / "b.py").write_text("from .a import f  # in a circle\n")
+    (tmp_path / "unused.py").write_text("import diffllama\n")
+    assert list(hub_code(tmp_path, AUTO_MAP)) == ["model.py", "a.py", "b.py"]
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("import diffllama", "model.py: line 1: imports diffllama, which is not on the Hub"),
+        ("from diffllama.modeling_diff import x", "model.py: line 1: imports diffllama"),
+        ("import configuration.presets", "model.py: line 1: imports configuration"),
+        ("try:\n    import diffllama\nexcept ImportError: ...", "model.py: line 2: imports diffllama"),
+        ("import triton", "model.py: line 1: imports triton, which other machines may lack"),
+        ("from .. import x", "model.py: line 1: `from .. import x` must have the form"),
+        ("from ..a import x", "model.py: line 1: `from ..a import x` must have the form"),
+        ("from .a.b import x", "model.py: line 1: `from .a.b import x` must have the form"),
+        ("from . import a", "model.py: line 1: `from . import a` must have the form"),
+        ("from .missing import x", "missing.py: [Errno 2] No such file"),
+        ("x = 1; from .a import y", "model.py: the loader does not see the import of .a"),
+        ('"""\nfrom .a import x\n"""', "model.py: the loader would take a line of text for an import of .a"),
+        ("'''\nimport .a\n'''", "model.py: the loader would take a line of text for an import of .a"),
+        ("def broken(:", "model.py: invalid syntax"),
+    ],
+)
+def test_what_the_loader_cannot_follow_is_named_with_file_and_line(line: str, fault: str, tmp_path: Path) -> None:
+    found = faults(tmp_path, {"model.py": f"{line}\n\nclass Model: ...\n", "a.py": ""})
+    assert found.startswith(fault)
+
+
+def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
+    model = "from .kernel import f\nfrom .Kernel import g\n\nclass Model: ...\n"
+    found = faults(tmp_path, {"model.py": model, "kernel.py": "", "Kernel.py": ""})
+    assert "is the same file as" in found
+    assert faults(tmp_path, {"model.py": "from .kernel import f\n\nclass Model: ...\n", "kernel/__init__.py": ""}) == (
+        "kernel.py: there is a folder of the same name"
+    )
+
+
+@pytest.mark.parametrize(
+    ("reference", "fault"),
+    [
+        ("model.Other", "model.py: has no class Other"),
+        ("owner/name--model.Model", "auto_map: AutoModel must be a file.Class of this folder, got 'owner/name--model"),
+        ("../model.Model", "auto_map: AutoModel must be a file.Class"),
+        ("model", "auto_map: AutoModel must be a file.Class"),
+    ],
+)
+def test_entry_points_must_be_classes_of_the_folder(reference: str, fault: str, tmp_path: Path) -> None:
+    assert faults(tmp_path, {"model.py": "class Model: ...\n"}, {"AutoModel": reference}).startswith(fault)
+
+
+def test_all_faults_are_listed(tmp_path: Path) -> None:
+    found = faults(
+        tmp_path, {"model.py": "import triton\nfrom ..a import x\nfrom .b import y\n", "b.py": "import flax"}
+    )
+    assert len(found.splitlines()) == 4
+
+
+class TestStamp:
+    def test_it_stands_behind_the_licence_and_says_version_and_commit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(code, "commit", lambda: "0123abcd")
+        text = f'{HEADER}"""Docstring."""\n\nx = 1\n'
+        line = f"# From diffllama {__version__}, commit 0123abcd.\n"
+        assert stamped(text) == f'{HEADER}{line}"""Docstring."""\n\nx = 1\n'
+        assert unstamped(stamped(text)) == (text, f"{__version__}, commit 0123abcd")
+
+    def test_an_unknown_commit_is_left_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(code, "commit", lambda: None)
+        assert stamped(HEADER) == f"{HEADER}# From diffllama {__version__}.\n"
+        assert unstamped(stamped(HEADER)) == (HEADER, __version__)
+
+    def test_text_without_it_stays(self) -> None:
+        assert unstamped(f"{HEADER}x = 1\n") == (f"{HEADER}x = 1\n", None)
+
+
+class TestCommit:
+    @pytest.fixture(autouse=True)
+    def package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        (tmp_path / "modeling_diff").mkdir()
+        (tmp_path / "modeling_diff" / "a.py").touch()
+        monkeypatch.setattr(code, "SOURCE", tmp_path / "modeling_diff")
+        monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+        code.commit.cache_clear()
+        yield tmp_path
+        code.commit.cache_clear()
+
+    def git(self, package: Path, *arguments: str) -> str:
+        name = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+        return subprocess.run(
+            ["git", "-C", package, *name, *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    def test_a_clone_asks_git_and_says_whether_the_code_was_changed(self, package: Path) -> None:
+        self.git(package, "init", "-q")
+        self.git(package, "add", ".")
+        self.git(package, "commit", "-qm", "a")
+        head = self.git(package, "rev-parse", "HEAD")
+        assert code.commit() == head
+        (package / "modeling_diff" / "a.py").write_text("x = 1\n")
+        code.commit.cache_clear()
+        assert code.commit() == f"{head} with changes"
+
+    def test_a_package_that_lies_in_somebody_elses_clone_does_not_take_its_commit(self, package: Path) -> None:
+        self.git(package, "init", "-q")
+        self.git(package, "commit", "-qm", "empty", "--allow-empty")
+        (package / "_commit.txt").write_text("built of this\n")
+        assert code.commit() == "built of this"
+
+    def test_an_installation_from_a_repository_knows_its_commit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Distribution:
+            def read_text(self, name: str) -> str:
+                assert name == "direct_url.json"
+                return json.dumps({"url": "https://example.org", "vcs_info": {"vcs": "git", "commit_id": "0123"}})
+
+        monkeypatch.setattr(code, "distribution", lambda name: Distribution())
+        assert code.commit() == "0123"
+
+
+class TestFolder:
+    def test_the_code_that_is_written_is_the_packages(self, tmp_path: Path) -> None:
+        write_code(tmp_path)
+        assert {file.name for file in tmp_path.iterdir()} == {*hub_code(), "LICENSE"}
+        assert "Apache License" in (tmp_path / "LICENSE").read_text()
+        assert all((tmp_path / name).read_text().startswith("# Copyright") for name in hub_code())
+        assert differences(hub_code(tmp_path)) == []
+
+    def test_another_licence_of_the_model_stays(self, tmp_path: Path) -> None:
+        (tmp_path / "LICENSE").write_text("Only for llamas.")
+        write_code(tmp_path)
+        assert (tmp_path / "LICENSE").read_text() == "Only for llamas."
+        assert code_licence(tmp_path) == "LICENSE-CODE"
+        assert "Apache License" in (tmp_path / "LICENSE-CODE").read_text()
+
+    def test_differences_are_told_by_file_and_origin(self, tmp_path: Path) -> None:
+        ours = {name: stamped(text) for name, text in hub_code().items()}
+        name = "differential_attention.py"
+        assert differences(ours) == []
+        assert differences(hub_code()) == []
+        changed = ours[name].replace("import torch\n", "import torch\nimport os\n", 1).rstrip().rsplit("\n", 1)[0]
+        (line,) = differences(ours | {name: changed})
+        assert line.startswith(f"{name} (from diffllama {__version__}")
+        assert line.endswith(f"is not that of diffllama {__version__}: +1 -1 lines")
+        del ours[name]
+        assert differences(ours | {"extra.py": ""}) == [
+            f"{name}: only in diffllama {__version__}",
+            f"extra.py: not in diffllama {__version__}",
+        ]
