@@ -19,18 +19,20 @@ from transformers import PreTrainedConfig
 from diffllama import __version__
 from diffllama.choices import DTYPES, SOURCES, TARGETS
 from diffllama.conversion.checkpoints import NAMES, Checkpoint, Progress, write_shards
-from diffllama.conversion.output_folder import check_free, new_folder
+from diffllama.conversion.output_folder import check_apart, check_free, new_folder
 from diffllama.conversion.recipes import Recipe, find_recipe
 from diffllama.conversion.transformers_models import (
     COMPANIONS,
     TransformersResult,
     TransformersSource,
     expected_tensors,
+    has_chat_template,
 )
 from diffllama.conversion.unilm import AttentionResult, UnilmResult, UnilmSource
 from diffllama.conversion.verification import Verification, VerificationError, compare, free_memory, promise
 from diffllama.conversion.weight_map import CheckpointError, Step, check_tensors, is_dropped, plan
-from diffllama.hub_cards import converted_card
+from diffllama.hub_cards.cards import Facts, inherited_metadata, model_card, updated
+from diffllama.hub_cards.code import code_licence
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
 
@@ -88,9 +90,7 @@ def convert(
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}.")
     src, dest = locate(src, revision), Path(os.path.abspath(dest))
-    real_src, real_dest = src.resolve(), dest.resolve()  # links may hide that one is in the other
-    if real_dest == real_src or real_dest in real_src.parents or real_src in real_dest.parents:
-        raise FileExistsError(f"{dest} and {src} overlap. Name a folder outside of the source.")
+    check_apart(src, dest)
     check_free(dest, overwrite)
 
     opened = recipe.source(src)
@@ -117,8 +117,8 @@ def convert(
 
     with new_folder(dest, overwrite) as folder:
         write_shards(folder, steps, checkpoint, max_shard_size, result.stem, progress)
-        result.save_config(config, folder)
         opened.save_companions(folder)
+        result.save_config(config, folder)
         if not isinstance(result, UnilmResult):
             opened.settle_tokenizer(folder)
         verification = verified(verify, recipe, opened, result, config, cast, folder)
@@ -132,8 +132,17 @@ def convert(
             "verification": verification,
         }
         (folder / "conversion.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        parameters = sum(step.result.numel() for step in steps.values())
-        converted_card(ours, record, parameters, chat=has_chat_template(folder), part=part).save(folder / "README.md")
+        facts = Facts(
+            config=ours,
+            parameters=sum(step.result.numel() for step in steps.values()),
+            dtype=str(config.dtype).removeprefix("torch."),
+            chat=has_chat_template(folder),
+            part=part,
+            conversion=record,
+            code_licence=code_licence(folder),
+        )
+        card = model_card(facts, dest.name, inherited_metadata(src / "README.md"))
+        (folder / "README.md").write_text(updated("", card)[0], encoding="utf-8")
     return dest
 
 
@@ -153,7 +162,7 @@ def locate(src: str | os.PathLike[str], revision: str | None) -> Path:
     download = partial(snapshot_download, name, revision=revision, local_files_only=is_offline_mode())
     try:
         weights = NAMES[0].partition(".")[0]
-        names = ["config.json", f"{weights}*.safetensors", f"{weights}*.index.json", *COMPANIONS]
+        names = ["config.json", "README.md", f"{weights}*.safetensors", f"{weights}*.index.json", *COMPANIONS]
         folder = download(allow_patterns=names)
         if not list(Path(folder).glob("*.safetensors")):
             folder = download(allow_patterns=[f"{NAMES[1].partition('.')[0]}*"])
@@ -239,15 +248,6 @@ def verified(
             f"The result computes something else than its source: {verification}. Nothing was written."
         )
     return verification.as_dict() | {"attn_implementation": implementation}
-
-
-def has_chat_template(folder: Path) -> bool:
-    """Whether a folder's tokenizer knows how to write a chat."""
-    files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-    settings = folder / "tokenizer_config.json"
-    return any((folder / name).exists() for name in files) or bool(
-        settings.is_file() and json.loads(settings.read_bytes()).get("chat_template")
-    )
 
 
 __all__ = [

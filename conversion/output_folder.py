@@ -45,6 +45,13 @@ def new_folder(dest: Path, overwrite: bool = False) -> Iterator[Path]:
             shutil.rmtree(work, ignore_errors=True)
 
 
+def check_apart(src: Path, dest: Path) -> None:
+    """Raises `FileExistsError` if one of two places is the other or lies in it."""
+    real_src, real_dest = src.resolve(), dest.resolve()  # links may hide that one is in the other
+    if real_dest == real_src or real_dest in real_src.parents or real_src in real_dest.parents:
+        raise FileExistsError(f"{dest} and {src} overlap. Name a folder outside of the source.")
+
+
 def check_free(dest: Path, overwrite: bool) -> None:
     """Raises `FileExistsError` unless `dest` may be made, or is a model folder that may be replaced."""
     existing = next(path for path in (dest, *dest.parents) if path.exists() or path.is_symlink())

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
-from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
 
 from diffllama.conversion.checkpoints import Checkpoint, TensorsInMemory, open_checkpoint
 from diffllama.conversion.verification import Outputs, VerificationError, model_outputs
 from diffllama.conversion.weight_map import CheckpointError, lines
+from diffllama.hub_cards.code import is_code_licence, write_code
+from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
 
 
 if TYPE_CHECKING:
@@ -37,34 +39,51 @@ COMPANIONS = (
     "chat_template*",
     "additional_chat_templates/*",
     "generation_config.json",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
 )
-"""Files beside the weights that belong to a tokenizer, a chat template or generation; they are copied as they are."""
+"""Files beside the weights that belong to a tokenizer, a chat template, generation or the model's licence; they are
+copied as they are."""
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 SAMPLE_TEXT = "  Differential attention cancels noise, 4173 times: naïve façade, 北京 🙂\n\tdef f(x): return x  # ok"
 
 
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of a configuration, without values."""
+    """The model of a configuration, without values: a language model, or, of ours, what `architectures` names."""
+    model_class = AutoModelForCausalLM
+    if config.model_type == DiffLlamaConfig.model_type and config.architectures:
+        names = {reference.partition(".")[2]: auto_class for auto_class, reference in AUTO_MAP.items()}
+        model_class = getattr(transformers, names.get(config.architectures[0], "AutoModelForCausalLM"))
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return model_class.from_config(config)
 
 
 def expected_tensors(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
     """Names and shapes of the tensors that a checkpoint with this configuration has, on the meta device."""
     tensors = meta_model(config).state_dict()
     if config.tie_word_embeddings:
-        del tensors["lm_head.weight"]  # the same tensor as the embedding
+        tensors.pop("lm_head.weight", None)  # the same tensor as the embedding
     return tensors
 
 
 def copy_companions(src: Path, folder: Path) -> None:
-    """Copies the files of a folder `src` that belong to a tokenizer, a chat template or generation."""
+    """Copies the files of a folder `src` that `COMPANIONS` names, but for the licence of our code."""
     for pattern in COMPANIONS:
         for file in src.glob(pattern):
-            if file.is_file():
+            if file.is_file() and not is_code_licence(file):
                 (folder / file.relative_to(src).parent).mkdir(exist_ok=True)
                 shutil.copyfile(file, folder / file.relative_to(src))
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether a folder's tokenizer knows how to write a chat."""
+    files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    settings = folder / "tokenizer_config.json"
+    return any((folder / name).exists() for name in files) or bool(
+        settings.is_file() and json.loads(settings.read_bytes()).get("chat_template")
+    )
 
 
 def load(location: dict[str, Any], dtype: torch.dtype, implementation: str) -> PreTrainedModel:
@@ -289,12 +308,12 @@ class TransformersResult:
     """What files of weights are called."""
 
     def save_config(self, config: PreTrainedConfig, folder: Path) -> None:
-        """Writes everything but weights that makes a folder a model's."""
+        """Writes the configuration and, of a model of ours, its code."""
         model = meta_model(config)
         config.architectures = [type(model).__name__]
-        if type(model).is_remote_code():
-            custom_object_save(model, str(folder), config=config)
         config.save_pretrained(folder)
+        if config.model_type == DiffLlamaConfig.model_type:
+            write_code(folder)
 
     def outputs(self, config: PreTrainedConfig, folder: Path, dtype: torch.dtype, implementation: str) -> Outputs:
         """What the model in a folder computes in a dtype with an implementation of attention."""

@@ -44,6 +44,7 @@ from diffllama import DiffLlamaForCausalLM, __version__
 from diffllama.conversion import DTYPES, CheckpointError, VerificationError, transformers_models
 from diffllama.conversion import llama as llama_map
 from diffllama.conversion.weight_map import Rule
+from diffllama.hub_cards.code import unstamped
 from diffllama.modeling_diff import modeling_diffllama
 
 
@@ -141,6 +142,7 @@ def test_the_folder_is_complete(source: Path, tmp_path: Path) -> None:
     assert snapshot(source) == before
     assert {file.name for file in folder.iterdir()} == {
         *CODE,
+        "LICENSE",
         "README.md",
         "chat_template.jinja",
         "config.json",
@@ -151,7 +153,9 @@ def test_the_folder_is_complete(source: Path, tmp_path: Path) -> None:
         "tokenizer_config.json",
     }
     for name in CODE:
-        assert (folder / name).read_bytes() == Path(modeling_diffllama.__file__).with_name(name).read_bytes()
+        text, origin = unstamped((folder / name).read_text())
+        assert text == Path(modeling_diffllama.__file__).with_name(name).read_text()
+        assert origin.startswith(__version__)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         assert (folder / name).read_bytes() == (source / name).read_bytes()
 
@@ -383,14 +387,14 @@ def test_overwriting_leaves_nothing_of_the_old_folder(source: Path, tmp_path: Pa
 @pytest.mark.parametrize("older", [False, True], ids=["new", "overwrite"])
 @pytest.mark.parametrize(
     "step",
-    ["checkpoints.file_header", "transformers_models.custom_object_save", "compare", "converted_card"],
+    ["checkpoints.file_header", "transformers_models.write_code", "compare", "model_card"],
 )
 def test_a_failure_in_the_middle_changes_nothing(
     step: str, older: bool, error: BaseException, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
-        if step.endswith("custom_object_save"):
-            (Path(args[1]) / "config.json").write_text("half of it")
+        if step.endswith("write_code"):
+            (Path(args[0]) / "config.json").write_text("half of it")
         raise error
 
     if older:

@@ -1,0 +1,311 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Model cards, filled from facts, and updated without losing what somebody wrote into them.
+
+The text of a card consists of sections between comments that nobody sees on the Hub. The comment that begins a section
+has the SHA-256 of the text that was generated, so that an edit shows; the last comment has that of the whole card.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import requires
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from yaml import YAMLError
+
+from diffllama.choices import VARIANTS
+from diffllama.hub_cards.training import training_rows
+
+
+if TYPE_CHECKING:
+    from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
+
+
+class Task(NamedTuple):
+    """What a model is for: the Hub's name of it, the Auto class that loads the model, and what the model is."""
+
+    pipeline_tag: str
+    auto_class: str
+    kind_of_model: str
+
+
+TASKS = {
+    "DiffLlamaForCausalLM": Task("text-generation", "AutoModelForCausalLM", "language model"),
+    "DiffLlamaForSequenceClassification": Task(
+        "text-classification", "AutoModelForSequenceClassification", "classifier of texts"
+    ),
+    "DiffLlamaForTokenClassification": Task(
+        "token-classification", "AutoModelForTokenClassification", "classifier of tokens"
+    ),
+    "DiffLlamaForQuestionAnswering": Task(
+        "question-answering", "AutoModelForQuestionAnswering", "model for extractive question answering"
+    ),
+    "DiffLlamaModel": Task("feature-extraction", "AutoModel", "model without a head"),
+}
+"""Class of ours -> what it is for."""
+
+INHERITED = ("license", "license_name", "license_link", "language")
+"""What a card's metadata says of a model and of those made from it."""
+
+_SECTION = re.compile(r"<!-- diffllama:(\w+) ([0-9a-f]{64}) -->\n(.*?)<!-- /diffllama:\1 -->\n?", re.DOTALL)
+_PIN = re.compile(r"(?<=revision=\")[0-9a-f]{40}(?=\")|(?<=-revision )[0-9a-f]{40}\b")
+_SEAL = re.compile(r"<!-- diffllama card ([0-9a-f]{64}) -->\n?")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a card tells of a model.
+
+    Attributes:
+        config: our configuration (of a conversion into another format, that of its source).
+        parameters: how many numbers the weights have.
+        dtype: of most of them, such as "bfloat16".
+        architecture: the class that the weights belong to.
+        chat: whether the tokenizer has a chat template.
+        part: whether it is attention modules alone.
+        conversion: conversion.json, see `diffllama.conversion.convert`.
+        training: training.json, see `training_record`.
+        evaluation: evaluation.json, see `evaluation_rows`.
+        code_licence: the file with the licence of the folder's code.
+    """
+
+    config: "DiffLlamaConfig"
+    parameters: int
+    dtype: str
+    architecture: str = "DiffLlamaForCausalLM"
+    chat: bool = False
+    part: bool = False
+    conversion: Mapping[str, Any] | None = None
+    training: Mapping[str, Any] | None = None
+    evaluation: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+    code_licence: str = "LICENSE"
+
+    @property
+    def ours(self) -> bool:
+        """Whether the folder is a model of ours, and not one converted into another format."""
+        return self.conversion is None or self.conversion["result"]["format"] == self.config.model_type
+
+
+def cache_bytes(config: "DiffLlamaConfig", itemsize: int, tokens: int = 1024) -> int:
+    """Bytes of keys and values of so many tokens in a cache, in all layers.
+
+    Args:
+        config: our configuration.
+        itemsize: bytes of a number.
+        tokens: how many; fewer than a sliding window, if there is one.
+    """
+    assert config.num_key_value_heads is not None  # set when the configuration is made
+    assert config.head_dim is not None
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize * tokens
+
+
+def model_card(
+    facts: Facts,
+    name: str,
+    metadata: Mapping[str, Any] | None = None,
+    repo: str | None = None,
+    revision: str | None = None,
+) -> ModelCard:
+    """The card of a model: of a converted, a fine-tuned or another trained one, as the facts say.
+
+    Args:
+        facts: what is known of it; what is not known is left out.
+        name: what the card calls the model, where nothing better is known.
+        metadata: what only people know, as in a card's metadata: `license`, `base_model`, `datasets`, `language`, …
+            That of an older card stays in full, but for what the facts say.
+        repo: the model's repository on the Hub, `owner/name`, for the code that loads it.
+        revision: the full hash of the commit that this code is to load.
+    """
+    config, conversion, metadata = facts.config, facts.conversion, dict(metadata or {})
+    unilm = conversion is not None and conversion["result"]["format"].startswith("unilm")
+    task = TASKS[facts.architecture]
+    if conversion is not None and "revision" in conversion["source"]:
+        metadata.setdefault("base_model", conversion["source"]["name"])
+    if "base_model" in metadata:
+        # The Hub has no word for a conversion; this is its word for a whole model with another one's weights.
+        metadata.setdefault("base_model_relation", "finetune")
+    if conversion is not None and facts.training is None:
+        template = "converted"
+    else:
+        template = "fine_tuned" if "base_model" in metadata else "trained"
+    variants = [f"diff-{variant}" for variant in VARIANTS]
+    known = ("diffllama", "differential-attention", f"diff-{config.diff_variant}")
+    theirs = [tag for tag in as_list(metadata.get("tags")) if tag not in (*known, *variants)]
+    metadata["tags"] = [*known, *theirs]
+    if not facts.part and not unilm:
+        metadata |= {"library_name": "transformers", "pipeline_tag": task.pipeline_tag}
+    data = ModelCardData(**metadata)
+    if facts.evaluation:
+        results = [eval_result(row, task.pipeline_tag) for row in facts.evaluation]
+        others = [old for old in data.eval_results or [] if not any(old.is_equal_except_value(new) for new in results)]
+        data.model_name, data.eval_results = data.model_name or name, [*others, *results]
+    text = environment().get_template(f"{template}.md").render(
+        section=section,
+        facts=facts,
+        source=conversion and conversion["source"],
+        requirements=requirements(),
+        result=conversion and conversion["result"],
+        check=conversion and conversion["verification"],
+        config=config,
+        metadata=metadata,
+        name=name,
+        repo=repo,
+        revision=revision,
+        pin=f', revision="{revision}"' if revision else "",
+        trust=", trust_remote_code=True" if facts.ours else "",
+        ours=facts.ours,
+        task=task,
+        training=training_rows(facts.training or {}),
+        harness=sorted({row["harness"] for row in facts.evaluation if "harness" in row}),
+        bases=as_list(metadata.get("base_model")),
+        datasets=as_list(metadata.get("datasets")),
+        heads=config.num_attention_heads // 2,
+        sliding=(config.layer_types or []).count("sliding_attention"),
+        cache=f"{cache_bytes(config, 2 if '16' in facts.dtype else 4) / 2**20:.4g} MiB",
+    )  # fmt: skip
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text.strip()}\n")
+
+
+def requirements() -> list[str]:
+    """The versions of torch and transformers that our code needs."""
+    return sorted(line for line in requires("diffllama") or () if re.match(r"(torch|transformers)\b[^;]*$", line))
+
+
+def inherited_metadata(card: Path) -> dict[str, Any]:
+    """What the card of a model that another one is made from says of that one too: licence and languages."""
+    try:
+        metadata = ModelCard(card.read_text(encoding="utf-8"), ignore_metadata_errors=True).data.to_dict()
+    except (OSError, ValueError, YAMLError):  # no card, or none that can be read: nothing is known
+        return {}
+    return {name: metadata[name] for name in INHERITED if name in metadata}
+
+
+def environment() -> Environment:
+    """Where the templates are; a name that a template uses and nobody gives is an error."""
+    return Environment(
+        loader=PackageLoader("diffllama.hub_cards"), undefined=StrictUndefined, keep_trailing_newline=True
+    )
+
+
+def as_list(value: str | Sequence[str] | None) -> list[str]:
+    """One, several or none, as a list."""
+    return [value] if isinstance(value, str) else list(value or ())
+
+
+def eval_result(row: Mapping[str, Any], task: str) -> EvalResult:
+    """A row of evaluation.json for the metadata."""
+    return EvalResult(
+        task_type=task,
+        dataset_type=row.get("dataset", row["task"]),
+        dataset_name=row["task"],
+        dataset_config=row.get("dataset_config"),
+        dataset_split=row.get("split"),
+        metric_type=row["metric"],
+        metric_value=row["value"],
+        metric_name=f"{row['metric']}, {row['shots']}-shot" if "shots" in row else row["metric"],
+        source_name=f"lm-evaluation-harness {row['harness']}" if "harness" in row else None,
+        source_url="https://github.com/EleutherAI/lm-evaluation-harness" if "harness" in row else None,
+    )
+
+
+def digest(text: str) -> str:
+    """SHA-256 of a text, whatever its line endings and the blank lines around it."""
+    return hashlib.sha256("\n".join(text.strip().splitlines()).encode()).hexdigest()
+
+
+def section(name: str, caller: Callable[[], str]) -> str:
+    """A section of a card; also an empty one, so that what is known later has a place."""
+    text = re.sub(r"\n{3,}", "\n\n", caller().strip())
+    body = f"{text}\n" if text else ""
+    return f"<!-- diffllama:{name} {digest(text)} -->\n{body}<!-- /diffllama:{name} -->\n\n"
+
+
+def sealed(text: str) -> str:
+    """The text of a card whose last line says what it was when it was written."""
+    text = _SEAL.sub("", text).rstrip()
+    return f"{text}\n<!-- diffllama card {digest(text)} -->\n"
+
+
+def is_as_written(text: str) -> bool:
+    """Whether nobody has edited a card since `updated` wrote it."""
+    seal = _SEAL.search(text)
+    return seal is not None and seal[1] == digest(_SEAL.sub("", text))
+
+
+def written_by_hand(text: str) -> str:
+    """What people wrote into a card, beside its metadata: sections that were edited, and text that is in none."""
+    block = REGEX_YAML_BLOCK.search(text)
+    body = _SEAL.sub("", text[block.end() :] if block else text)
+    return _SECTION.sub(lambda match: match[0] if digest(match[3]) != match[2] else "", body).strip()
+
+
+def pinned_revision(text: str) -> str | None:
+    """The commit that the code in a card loads."""
+    match = _PIN.search(text)
+    return match and match[0]
+
+
+def repinned(text: str, revision: str) -> str:
+    """A card whose code loads another commit. Sections that somebody edited stay as they are."""
+
+    def replace(match: re.Match[str]) -> str:
+        name, generated, body = match.groups()
+        if digest(body) != generated:
+            return match[0]
+        return section(name, lambda: _PIN.sub(revision, body)).removesuffix("\n")
+
+    new = _SECTION.sub(replace, text)
+    return sealed(new) if new != text else text
+
+
+def updated_card(
+    old: str,
+    facts: Facts,
+    name: str,
+    metadata: Mapping[str, Any] | None = None,
+    repo: str | None = None,
+    revision: str | None = None,
+) -> tuple[str, list[str]]:
+    """The text of a card with new facts, see `model_card` and `updated`. Metadata that is given goes before the old."""
+    known = ModelCard(old).data.to_dict() if old.strip() else {}
+    return updated(old, model_card(facts, name, known | dict(metadata or {}), repo, revision))
+
+
+def updated(old: str, new: ModelCard) -> tuple[str, list[str]]:
+    """A card's text with new facts and with everything that somebody wrote into it.
+
+    Sections that were generated and not edited since are replaced. Edited ones and text around them stay; sections
+    that were removed stay away. A card that was not generated is kept before the new text. The metadata is the new
+    card's, with the comments of the old one.
+
+    Args:
+        old: the card as it is; may be empty.
+        new: a card of `model_card`, made with the old one's metadata.
+
+    Returns:
+        The text, and the names of the sections that were kept because somebody had edited them.
+    """
+    sections = {match[1]: match[0] for match in _SECTION.finditer(new.text)}
+    edited = []
+
+    def replace(match: re.Match[str]) -> str:
+        name, generated, text = match.groups()
+        if digest(text) != generated:
+            edited.append(name)
+        return match[0] if name in edited else sections.get(name, "")
+
+    block = REGEX_YAML_BLOCK.search(old)
+    text = _SEAL.sub("", old[block.end() :] if block else old)
+    if _SECTION.search(text):
+        text = _SECTION.sub(replace, text)
+    else:
+        text = f"{text.rstrip()}\n\n{new.text.lstrip()}" if text.strip() else new.text
+    comments = [line for line in (block[2].splitlines() if block else ()) if line.lstrip().startswith("#")]
+    head = "\n".join(("---", *comments, new.data.to_yaml(), "---"))
+    return sealed(f"{head}\n\n{text.strip()}\n"), edited

@@ -1,0 +1,151 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a Trainer's files say of a training, without running code from them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from diffllama.hub_cards.texts import read_json
+
+
+ARGUMENTS = (
+    "learning_rate",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "warmup_ratio",
+    "optim",
+    "optim_args",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "weight_decay",
+    "max_grad_norm",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "num_train_epochs",
+    "max_steps",
+    "bf16",
+    "fp16",
+    "label_smoothing_factor",
+    "seed",
+)
+"""Training arguments that say what was computed. The others are about the machine, its paths, logs and tokens."""
+
+STATE = ("global_step", "epoch", "num_input_tokens_seen", "total_flos")
+"""What the Trainer counted."""
+
+
+class Inert:
+    """Stands for any class or function that a pickle names, and does nothing.
+
+    What it is called with is what it gives (enumerations are pickled as a call with their value); otherwise it takes
+    the attributes of what it stands for.
+    """
+
+    def __new__(cls, *args: Any) -> Any:
+        """The only argument, or a new object."""
+        return args[0] if len(args) == 1 else super().__new__(cls)
+
+
+def training_record(folder: Path) -> dict[str, Any] | None:
+    """What is known of the training that a folder comes from, for training.json, or `None`.
+
+    Args:
+        folder: a checkpoint or an output folder of the Trainer (training_args.bin, trainer_state.json), or a folder
+            that has a training.json already.
+
+    Returns:
+        `arguments`, `state`, and `processes` and `losses` (`first`, `last`, `evaluation`), as far as they are known.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    if (folder / "training.json").is_file():
+        return read_json(folder / "training.json")
+    record: dict[str, Any] = {}
+    if (folder / "training_args.bin").is_file():
+        arguments = vars(read_arguments(folder / "training_args.bin"))
+        record["arguments"] = {
+            name: arguments[name]
+            for name in ARGUMENTS
+            if isinstance(arguments.get(name), (bool, int, float, str, dict)) and arguments[name] not in ("", {})
+        }
+        processes = getattr(arguments.get("distributed_state"), "num_processes", None)
+        if isinstance(processes, int):
+            record["processes"] = processes
+    if (folder / "trainer_state.json").is_file():
+        state = read_json(folder / "trainer_state.json")
+        record["state"] = {name: state[name] for name in STATE if state.get(name)}
+        log = [entry for entry in state.get("log_history") or () if isinstance(entry, dict)]
+        losses = [entry["loss"] for entry in log if "loss" in entry]
+        evaluations = [entry["eval_loss"] for entry in log if "eval_loss" in entry]
+        record["losses"] = {
+            name: values[-1 if name != "first" else 0]
+            for name, values in (("first", losses), ("last", losses), ("evaluation", evaluations))
+            if values
+        }
+    return record or None
+
+
+def read_arguments(path: Path) -> Any:
+    """The object in a training_args.bin, with its attributes and as nothing but data: no class of it is made."""
+    try:
+        names = get_unsafe_globals_in_checkpoint(path)
+        with safe_globals([(Inert, name) for name in names]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged and hostile pickles fail anywhere in torch
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path} is no record of training arguments that can be read safely: {reason}") from error
+    if not isinstance(content, Inert):
+        raise ValueError(f"{path} must hold training arguments, got {type(content).__name__}.")
+    return content
+
+
+def training_rows(record: Mapping[str, Any]) -> dict[str, str]:
+    """A training's table for the card: what -> value."""
+    arguments, state, losses = (record.get(name) or {} for name in ("arguments", "state", "losses"))
+    rows: dict[str, Any] = {}
+    if "global_step" in state:
+        rows["steps"] = f"{state['global_step']:,}"
+    if "epoch" in state:
+        rows["epochs"] = f"{state['epoch']:.4g}"
+    batch = [arguments.get(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
+    if None not in batch and "processes" in record:
+        device, accumulation = batch
+        rows["sequences per step"] = (
+            f"{device * accumulation * record['processes']:,} ({device} per device × {accumulation} accumulated × "
+            f"{record['processes']} processes)"
+        )
+    if "num_input_tokens_seen" in state:
+        rows["tokens seen"] = f"{state['num_input_tokens_seen']:,}"
+    if "learning_rate" in arguments:
+        schedule = f", {arguments['lr_scheduler_type']}" if "lr_scheduler_type" in arguments else ""
+        warmup = arguments.get("warmup_steps") or arguments.get("warmup_ratio")
+        rows["learning rate"] = f"{arguments['learning_rate']:g}{schedule}" + (
+            f", warm-up {warmup:g}" if warmup else ""
+        )
+    if "optim" in arguments:
+        rows["optimizer"] = arguments["optim"]
+    if "adam_beta1" in arguments and "adam_beta2" in arguments:
+        rows["β1, β2"] = f"{arguments['adam_beta1']:g}, {arguments['adam_beta2']:g}"
+    for name, label in (
+        ("weight_decay", "weight decay"),
+        ("max_grad_norm", "gradients clipped at norm"),
+        ("label_smoothing_factor", "label smoothing"),
+    ):
+        if arguments.get(name):
+            rows[label] = f"{arguments[name]:g}"
+    if {"bf16", "fp16"} <= arguments.keys():
+        rows["mixed precision"] = next((name for name in ("bf16", "fp16") if arguments[name]), "no")
+    if "seed" in arguments:
+        rows["seed"] = arguments["seed"]
+    if "first" in losses:
+        rows["training loss, first and last logged"] = f"{losses['first']:.4g}, {losses['last']:.4g}"
+    if "evaluation" in losses:
+        rows["evaluation loss, last"] = f"{losses['evaluation']:.4g}"
+    return {what: str(value) for what, value in rows.items()}

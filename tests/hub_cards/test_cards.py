@@ -1,0 +1,337 @@
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from tiny import EVERY_FEATURE, VARIANTS, tiny_config
+
+from diffllama.hub_cards.cards import (
+    TASKS,
+    Facts,
+    cache_bytes,
+    inherited_metadata,
+    is_as_written,
+    model_card,
+    pinned_revision,
+    repinned,
+    updated_card,
+    written_by_hand,
+)
+
+
+COMMIT, OTHER_COMMIT = "0123456789" * 4, "abcdef0123" * 4
+
+
+def record(result: str = "diff_llama", **source: Any) -> dict[str, Any]:
+    return {
+        "tool": "diffllama 9.9",
+        "source": {"format": "llama", "model_type": "llama", "name": "some-llama", "index_sha256": "abc", **source},
+        "result": {"format": result, "variant": "v2"},
+        "options": {"variant": None, "pairing": None, "dtype": "auto"},
+        "verification": {
+            "compared": "logits", "dtype": "float32", "sequences": 3, "length": 32, "max_difference": 0.00123,
+            "mean_difference": 0.0, "largest_output": 7.5, "bit_equal": False, "same_top_token": 0.5, "tolerance": 0.1,
+        },
+    }  # fmt: skip
+
+
+TRAINING = {
+    "arguments": {"learning_rate": 0.0003, "lr_scheduler_type": "cosine", "warmup_steps": 100, "optim": "adamw_torch",
+                  "adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.1, "per_device_train_batch_size": 4,
+                  "gradient_accumulation_steps": 8, "bf16": True, "fp16": False, "seed": 42},
+    "processes": 2,
+    "state": {"global_step": 12000, "epoch": 1.5, "num_input_tokens_seen": 786432000},
+    "losses": {"first": 10.81234, "last": 2.5, "evaluation": 2.61},
+}  # fmt: skip
+
+EVALUATION = [
+    {"task": "arc_easy", "metric": "acc", "value": 0.51234, "stderr": 0.0102, "shots": 0, "samples": 100, "of": 2376,
+     "dataset": "allenai/ai2_arc", "dataset_config": "ARC-Easy", "split": "test", "harness": "0.4.13"},
+    {"task": "arc_easy", "metric": "acc", "value": 0.6, "shots": 5, "samples": 2376, "dataset": "allenai/ai2_arc",
+     "dataset_config": "ARC-Easy", "split": "test", "harness": "0.4.13"},
+    {"task": "wikitext", "metric": "word_perplexity", "value": 21.5},
+]  # fmt: skip
+
+
+def facts(variant: str = "v2", fields: dict[str, Any] | None = None, **known: Any) -> Facts:
+    return Facts(tiny_config(variant, **(fields or {})), 12345, "bfloat16", **known)
+
+
+KINDS = {
+    "converted": facts(conversion=record(name="org/llama", revision="0123")),
+    "trained": facts("v1", training=TRAINING, evaluation=EVALUATION),
+    "trained, of which nothing is known": facts("v1"),
+    "fine-tuned": facts(training=TRAINING, chat=True, fields=EVERY_FEATURE),
+    "fine-tuned in the folder of a conversion": facts(conversion=record(name="org/llama", revision="0"), training={}),
+    "classifier": facts("v1", architecture="DiffLlamaForSequenceClassification"),
+}
+METADATA = {"fine-tuned": {"base_model": "org/base", "datasets": ["org/text"], "license": "mit"}}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+class TestText:
+    @pytest.mark.parametrize("pins", [{}, {"repo": "me/model", "revision": COMMIT}], ids=["local", "on the Hub"])
+    def test_no_card_has_holes_and_its_code_is_python(self, kind: str, pins: dict[str, str]) -> None:
+        card = model_card(KINDS[kind], "model", METADATA.get(kind), **pins)
+        text = re.sub(r"<!-- .*? -->\n", "", str(card))
+        assert not re.search(r"\{\{|\{%|Undefined|None|[^\n]\n## | \n|—", text), text
+        assert "\n\n\n" not in card.text
+        (snippet,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+        compile(snippet, "card", "exec")
+        assert "trust_remote_code=True" in snippet
+        assert ("messages" in snippet) == KINDS[kind].chat
+        assert (f'"me/model", revision="{COMMIT}"' in snippet) == bool(pins)
+        assert ("vllm serve" in card.text) == (kind != "classifier")
+        assert "transformers" in text
+        assert "`torch>=" in text
+
+    def test_a_conversion_tells_its_facts(self) -> None:
+        card = model_card(facts(conversion=record()), "model")
+        for row in (
+            "| source | some-llama |",
+            "| SHA-256 of the source's index | `abc` |",
+            "| tool | diffllama 9.9 |",
+            "| dtype | auto |",
+            "| verified | logits of 3 sequences of 32 tokens in float32, with and without cache |",
+            "| bit-equal | no |",
+            "| max, mean difference | 0.00123, 0 (largest of logits: 7.5) |",
+            "| same top token | 50.0 % |",
+            "| parameters | 12,345 |",
+            "| layers | 2 |",
+            "| hidden width d_model | 64 |",
+            "| differential heads h (softmax maps 2h) | 4 (8) |",
+            "| head width d, of a query and a key | 16 |",
+            "| width of a value | 16 |",
+            "| key/value heads | 2 |",
+            "| dtype of the weights | bfloat16 |",
+        ):
+            assert f"\n{row}\n" in card.text, row
+
+    def test_a_training_tells_its_facts_and_only_those(self) -> None:
+        card = model_card(facts("v1", training=TRAINING), "model")
+        for row in (
+            "| steps | 12,000 |",
+            "| epochs | 1.5 |",
+            "| sequences per step | 64 (4 per device × 8 accumulated × 2 processes) |",
+            "| tokens seen | 786,432,000 |",
+            "| learning rate | 0.0003, cosine, warm-up 100 |",
+            "| optimizer | adamw_torch |",
+            "| β1, β2 | 0.9, 0.95 |",
+            "| weight decay | 0.1 |",
+            "| mixed precision | bf16 |",
+            "| seed | 42 |",
+            "| training loss, first and last logged | 10.81, 2.5 |",
+            "| evaluation loss, last | 2.61 |",
+        ):
+            assert f"\n{row}\n" in card.text, row
+        assert "label smoothing" not in card.text
+        assert "No evaluation is recorded" in card.text
+        less = model_card(facts("v1", training={"state": {"global_step": 7}}), "model").text
+        assert re.findall(r"## Training\n\n\| \| \|\n\| --- \| --- \|\n(.*?)\n\n", less, re.DOTALL) == ["| steps | 7 |"]
+        assert "## Training" not in model_card(facts("v1"), "model").text
+
+    def test_an_evaluation_is_a_table_and_a_model_index(self) -> None:
+        card = model_card(facts("v1", evaluation=EVALUATION), "model")
+        for row in (
+            "| arc_easy | acc | 0.5123 ± 0.0102 | 0 | 100 of 2376 |",
+            "| arc_easy | acc | 0.6000 | 5 | 2376 |",
+            "| wikitext | word_perplexity | 21.5000 |  |  |",
+        ):
+            assert f"\n{row}\n" in card.text, row
+        assert "lm-evaluation-harness 0.4.13;" in card.text
+        (entry,) = yaml.safe_load(str(card).split("---\n")[1])["model-index"]
+        assert entry["name"] == "model"
+        arc, wikitext = entry["results"]
+        dataset = {"name": "arc_easy", "type": "allenai/ai2_arc", "config": "ARC-Easy", "split": "test"}
+        assert (arc["dataset"], wikitext["dataset"]) == (dataset, {"name": "wikitext", "type": "wikitext"})
+        values = [(metric["name"], metric["value"]) for metric in arc["metrics"]]
+        assert values == [("acc, 0-shot", 0.51234), ("acc, 5-shot", 0.6)]
+        assert arc["source"]["name"] == "lm-evaluation-harness 0.4.13"
+
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_the_architecture_is_told_in_the_papers_words(self, variant: str) -> None:
+        text = model_card(facts(variant, EVERY_FEATURE), "model").text
+        width = {"v1": "| head width d, of a query and a key | 8 |\n| width 2d of a value | 16 |",
+                 "v2": "| head width d, of a query and a key | 16 |\n| width of a value | 16 |"}  # fmt: skip
+        assert width[variant] in text
+        assert ("λ_init | 0.8 - 0.6·exp(-0.3·(l - 1)) in layer l |" in text) == (variant == "v1")
+        assert "| sliding window | 5 tokens in 1 of 2 layers |" in text
+        plain = model_card(facts("v1", {"lambda_init": 0.5, "head_norm": False}), "model").text
+        assert "| λ_init | 0.5 |" in plain
+        assert "| headwise normalization | none |" in plain
+
+    def test_a_model_that_was_not_verified_says_why(self) -> None:
+        unverified = record() | {"verification": {"skipped": "not asked for"}}
+        text = model_card(facts(conversion=unverified), "model").text
+        assert "| verification | none: not asked for |" in text
+        assert "bit-equal" not in text
+
+    @pytest.mark.parametrize("variant", VARIANTS)
+    @pytest.mark.parametrize("result", ["transformers", "unilm-v1", "unilm-v2"])
+    def test_what_is_no_model_of_ours_is_not_said_to_load_with_our_code(self, result: str, variant: str) -> None:
+        card = model_card(facts(variant, conversion=record(result, format="diff_llama")), "model")
+        assert f"converted to {result}" in card.text
+        assert "trust_remote_code" not in card.text
+        assert "Licence" not in card.text
+        assert ("pipeline(" in card.text) is (result == "transformers")
+        assert (card.data.library_name is None) is (result != "transformers")
+
+    def test_attention_alone_is_said_to_be_no_model(self) -> None:
+        card = model_card(facts("v1", conversion=record(format="unilm-v1"), part=True), "model")
+        assert "attention.safetensors" in card.text
+        assert "pipeline(" not in card.text
+        assert "| vocabulary |" not in card.text
+
+    def test_the_licences_of_code_and_model_are_two(self) -> None:
+        text = model_card(replace(facts(), code_licence="LICENSE-CODE"), "m", {"license": "llama3"}).text
+        assert "under Apache-2.0 (LICENSE-CODE). The model's licence is llama3." in text
+
+
+@pytest.mark.parametrize(("variant", "itemsize"), [("v1", 2), ("v2", 4)])
+def test_the_memory_of_a_cache_is_that_of_its_tensors(variant: str, itemsize: int) -> None:
+    import torch
+    from tiny import tiny_model, tokens
+
+    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    model = tiny_model(variant, dtype)
+    with torch.no_grad():
+        cache = model(tokens(1, 64), use_cache=True).past_key_values
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert cache_bytes(model.config, itemsize, tokens=64) == held
+    known = Facts(model.config, 1, str(dtype).removeprefix("torch."))
+    assert f"takes {held * 16 / 2**20:g} MiB per 1,024 tokens" in model_card(known, "model").text
+
+
+class TestMetadata:
+    def test_it_has_what_the_hub_reads(self, kind: str) -> None:
+        data = model_card(KINDS[kind], "model", METADATA.get(kind)).data
+        assert data.library_name == "transformers"
+        assert data.pipeline_tag == ("text-classification" if kind == "classifier" else "text-generation")
+        assert {"diffllama", "differential-attention", f"diff-{KINDS[kind].config.diff_variant}"} == set(data.tags)
+
+    def test_the_pipeline_tags_are_tasks_of_transformers(self) -> None:
+        from transformers.pipelines import SUPPORTED_TASKS
+
+        tags = {task.pipeline_tag for task in TASKS.values()}
+        assert tags - {"question-answering"} <= set(SUPPORTED_TASKS)  # gone from transformers 5, not from the Hub
+
+    def test_the_base_model_is_named_with_its_relation(self) -> None:
+        converted = model_card(KINDS["converted"], "model").data
+        assert (converted.base_model, converted.base_model_relation) == ("org/llama", "finetune")
+        tuned = model_card(KINDS["fine-tuned"], "model", METADATA["fine-tuned"])
+        assert (tuned.data.base_model, tuned.data.base_model_relation) == ("org/base", "finetune")
+        assert "fine-tuned from\norg/base on org/text." in tuned.text
+        merged = {"base_model": ["a/b", "c/d"], "base_model_relation": "merge"}
+        assert model_card(facts(), "model", merged).data.base_model_relation == "merge"
+        assert "base_model" not in model_card(KINDS["trained"], "model").data.to_dict()
+
+    def test_what_a_source_says_of_licence_and_language_is_inherited(self, tmp_path: Path) -> None:
+        card = tmp_path / "README.md"
+        assert inherited_metadata(card) == {}
+        card.write_text("---\nlicense: other\nlicense_name: mine\nlanguage: [en, de]\ntags: [x]\n---\n# Hello\n")
+        assert inherited_metadata(card) == {"license": "other", "license_name": "mine", "language": ["en", "de"]}
+        card.write_text("---\nlicense: [\n---\n")
+        assert inherited_metadata(card) == {}
+
+
+class TestUpdate:
+    def test_a_card_that_nobody_edited_is_the_new_one(self, kind: str) -> None:
+        first, _ = updated_card("", KINDS[kind], "model", METADATA.get(kind))
+        again, edited = updated_card(first, KINDS[kind], "model")
+        assert (again, edited) == (first, [])
+        assert is_as_written(first)
+        assert written_by_hand(first) == ""
+        changed, _ = updated_card(first, replace(KINDS[kind], parameters=54321), "model")
+        assert changed.replace("54,321", "12,345") != first  # the sections' sums differ
+        assert "| parameters | 54,321 |" in changed
+        assert "12,345" not in changed
+
+    def test_text_around_sections_stays_where_it_is(self) -> None:
+        text, _ = updated_card("", facts(), "model")
+        mine = text.replace("<!-- diffllama:usage", "## My notes\n\nIt likes cats.\n\n<!-- diffllama:usage")
+        mine += "\nThe end.\n"
+        assert not is_as_written(mine)
+        assert written_by_hand(mine).split() == ["##", "My", "notes", "It", "likes", "cats.", "The", "end."]
+        new, edited = updated_card(mine, replace(facts(), parameters=54321, evaluation=EVALUATION), "model")
+        assert edited == []
+        assert new.index("## Evaluation") < new.index("## My notes") < new.index("## Use") < new.index("The end.")
+        assert "| parameters | 54,321 |" in new
+        assert is_as_written(new)
+
+    def test_an_edited_section_stays_and_is_named(self) -> None:
+        text, _ = updated_card("", facts(), "model")
+        mine = text.replace("| parameters | 12,345 |", "| parameters | about 12,000 |")
+        new, edited = updated_card(mine, replace(facts(), parameters=54321), "model")
+        assert edited == ["architecture"]
+        assert "| parameters | about 12,000 |" in new
+        assert "54,321" not in new
+        assert updated_card(new, facts(), "model")[1] == ["architecture"]
+
+    def test_a_removed_section_stays_away(self) -> None:
+        text, _ = updated_card("", facts(), "model")
+        mine = re.sub(r"<!-- diffllama:citation .*?<!-- /diffllama:citation -->\n", "", text, flags=re.DOTALL)
+        assert "bibtex" not in updated_card(mine, facts(), "model")[0]
+
+    def test_a_card_that_was_not_generated_is_kept_in_full(self) -> None:
+        theirs = "---\nlicense: mit\nmy_field: 1\n---\n\n# My model\n\nHello.\n"
+        new, _ = updated_card(theirs, facts(), "model")
+        assert new.index("# My model\n\nHello.") < new.index("## Use")
+        assert ModelCard(new).data.to_dict().items() >= {"license": "mit", "my_field": 1}.items()
+        assert updated_card(new, facts(), "model")[0] == new
+        plain, _ = updated_card("Only text.\n", facts(), "model")
+        assert "Only text." in ModelCard(plain).text
+
+    def test_metadata_and_comments_of_people_stay(self) -> None:
+        text, _ = updated_card("", facts("v1", evaluation=EVALUATION), "model", {"license": "mit", "datasets": ["a/b"]})
+        mine = text.replace("license: mit", "# do not change:\nlicense: mit\nthumbnail: cat.png")
+        mine = mine.replace("- diffllama\n", "- diffllama\n- cats\n")
+        better = [EVALUATION[0] | {"value": 0.9}]
+        new, _ = updated_card(mine, facts("v2", evaluation=better), "model", {"license": "apache-2.0"})
+        data = ModelCard(new).data
+        assert (data.license, data.thumbnail, data.datasets) == ("apache-2.0", "cat.png", ["a/b"])
+        assert data.tags == ["diffllama", "differential-attention", "diff-v2", "cats"]
+        assert "# do not change:" in new.split("---\n")[1]
+        assert sorted(result.metric_value for result in data.eval_results) == [0.6, 0.9, 21.5]
+
+    def test_line_endings_of_windows_are_no_edits(self) -> None:
+        text, _ = updated_card("", facts(), "model")
+        windows = text.replace("\n", "\r\n")
+        assert is_as_written(windows)
+        assert updated_card(windows, replace(facts(), parameters=54321), "model")[1] == []
+
+    def test_metadata_that_cannot_be_read_is_an_error(self) -> None:
+        with pytest.raises(ValueError, match="model_index"):
+            updated_card("---\nmodel-index: [{name: x}]\n---\n", facts(), "model")
+
+
+class TestPin:
+    def test_code_and_server_load_the_commit(self) -> None:
+        text, _ = updated_card("", KINDS["converted"], "model", None, "me/model", COMMIT)
+        assert pinned_revision(text) == COMMIT
+        assert f"--revision {COMMIT} --code-revision {COMMIT}" in text
+        again = repinned(text, OTHER_COMMIT)
+        assert pinned_revision(again) == OTHER_COMMIT
+        assert COMMIT not in again
+        assert is_as_written(again)
+        assert updated_card(again, KINDS["converted"], "model", None, "me/model", OTHER_COMMIT) == (again, [])
+
+    def test_a_card_without_one_stays(self) -> None:
+        text, _ = updated_card("", facts(), "model")
+        assert pinned_revision(text) is None
+        assert repinned(text, COMMIT) == text
+
+    def test_the_revision_of_a_source_and_edited_sections_stay(self) -> None:
+        source = facts(conversion=record(name="org/llama", revision=COMMIT))
+        text, _ = updated_card("", source, "model", None, "me/model", COMMIT)
+        mine = text.replace("vllm serve", "sudo vllm serve")
+        new = repinned(mine, OTHER_COMMIT)
+        assert f"org/llama, revision {COMMIT} |" in new
+        assert f"--revision {COMMIT}" in new
+        assert f'revision="{OTHER_COMMIT}"' in new

@@ -1,0 +1,74 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diffllama.hub_cards.evaluation import evaluation_rows
+
+
+def result_file(path: Path, **numbers: Any) -> Path:
+    """A result file as lm-eval 0.4.13 writes it, of a 0-shot task with these numbers."""
+    path.parent.mkdir(exist_ok=True)
+    settings = {"task": "arc_easy", "dataset_path": "allenai/ai2_arc", "dataset_name": "ARC-Easy", "test_split": "test"}
+    content = {
+        "results": {"arc_easy": {"alias": "arc_easy", "sample_len": 100, **numbers}},
+        "configs": {"arc_easy": settings},
+        "versions": {"arc_easy": 1.0},
+        "n-shot": {"arc_easy": 0},
+        "higher_is_better": {"arc_easy": {"acc": True, "acc_norm": True}},
+        "n-samples": {"arc_easy": {"original": 2376, "effective": 100}},
+        "config": {"model": "hf", "limit": 100.0},
+        "git_hash": None,
+        "lm_eval_version": "0.4.13",
+    }
+    path.write_text(json.dumps(content))
+    return path
+
+
+FACTS = {
+    "shots": 0, "samples": 100, "of": 2376, "dataset": "allenai/ai2_arc", "dataset_config": "ARC-Easy",
+    "split": "test", "harness": "0.4.13",
+}  # fmt: skip
+NUMBERS = {"acc,none": 0.25, "acc_stderr,none": 0.04, "acc_norm,none": 0.5, "acc_norm_stderr,none": "N/A"}
+
+
+def test_a_file_becomes_a_row_for_each_metric(tmp_path: Path) -> None:
+    file = result_file(tmp_path / "results_1.json", **NUMBERS)
+    assert evaluation_rows([file]) == [
+        {"task": "arc_easy", "metric": "acc", "value": 0.25, "stderr": 0.04} | FACTS,
+        {"task": "arc_easy", "metric": "acc_norm", "value": 0.5} | FACTS,
+    ]
+
+
+def test_metrics_of_a_filter_are_told_apart(tmp_path: Path) -> None:
+    file = result_file(tmp_path / "r.json", **{"exact_match,strict-match": 0.1, "exact_match,flexible-extract": 0.2})
+    metrics = {row["metric"]: row["value"] for row in evaluation_rows([file])}
+    assert metrics == {"exact_match (strict-match)": 0.1, "exact_match (flexible-extract)": 0.2}
+
+
+def test_of_the_same_measurement_the_last_counts(tmp_path: Path) -> None:
+    result_file(tmp_path / "model" / "results_2026-01-02.json", **{"acc,none": 0.3})
+    result_file(tmp_path / "model" / "results_2026-01-01.json", **{"acc,none": 0.2})
+    before = [{"task": "arc_easy", "metric": "acc", "value": 0.1, "shots": 0}, {"task": "piqa", "metric": "acc"}]
+    rows = evaluation_rows([tmp_path], before)
+    assert [(row["task"], row.get("value")) for row in rows] == [("arc_easy", 0.3), ("piqa", None)]
+
+
+def test_paths_of_a_machine_are_not_facts(tmp_path: Path) -> None:
+    file = result_file(tmp_path / "r.json", **NUMBERS)
+    file.write_text(file.read_text().replace("allenai/ai2_arc", "/home/me/arc"))
+    assert all("dataset" not in row for row in evaluation_rows([file]))
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"results": {"x": 1}}', "[]"])
+def test_another_file_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "results_1.json").write_text(content)
+    with pytest.raises(ValueError, match=r"results_1.json"):
+        evaluation_rows([tmp_path])
+
+
+def test_a_path_without_results_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(FileNotFoundError, match=str(path)):
+            evaluation_rows([path])

@@ -1,0 +1,110 @@
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_model
+from transformers import Trainer, TrainingArguments
+
+from diffllama.hub_cards.training import training_record, training_rows
+
+
+class Hostile:
+    def __init__(self, call: Any, *arguments: Any) -> None:
+        self.call = call, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def touch(path: str) -> None:
+    Path(path).touch()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a Trainer leaves: an output folder, with a checkpoint in it."""
+    folder = tmp_path_factory.mktemp("trained")
+    arguments = TrainingArguments(
+        str(folder), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=3e-4,
+        lr_scheduler_type="cosine", warmup_steps=1, weight_decay=0.1, logging_steps=1, save_steps=3, seed=7,
+        report_to=[], use_cpu=True, eval_strategy="steps", eval_steps=3, hub_token="hf_" + "secret" * 5,
+        include_num_input_tokens_seen="all",
+    )  # fmt: skip
+    ids = torch.arange(16).view(8, 2).repeat(1, 4)
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = Trainer(tiny_model(), arguments, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    trainer.save_model()
+    return folder
+
+
+def test_a_trainers_checkpoint_tells_arguments_counts_and_losses(trained: Path) -> None:
+    record = training_record(trained / "checkpoint-3")
+    assert record is not None
+    arguments = {
+        "learning_rate": 3e-4, "lr_scheduler_type": "cosine", "warmup_steps": 1, "weight_decay": 0.1, "max_steps": 3,
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "seed": 7, "bf16": False, "fp16": False,
+    }  # fmt: skip
+    assert record["arguments"].items() >= arguments.items()
+    assert record["arguments"]["optim"].startswith("adamw")
+    assert record["processes"] == 1
+    assert record["state"].items() >= {"global_step": 3, "epoch": 1.5, "num_input_tokens_seen": 96}.items()
+    log = json.loads((trained / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
+    losses = [entry["loss"] for entry in log if "loss" in entry]
+    assert record["losses"] == {"first": losses[0], "last": losses[-1], "evaluation": log[-1]["eval_loss"]}
+    text = json.dumps(record)
+    assert "secret" not in text
+    assert str(trained) not in text
+    rows = training_rows(record)
+    assert rows["steps"] == "3"
+    assert rows["sequences per step"] == "4 (2 per device × 2 accumulated × 1 processes)"
+    assert rows["learning rate"] == "0.0003, cosine, warm-up 1"
+
+
+def test_what_save_model_leaves_tells_arguments_alone(trained: Path) -> None:
+    record = training_record(trained)
+    assert record is not None
+    assert set(record) == {"arguments", "processes"}
+
+
+def test_a_folder_without_a_training_tells_none(tmp_path: Path) -> None:
+    assert training_record(tmp_path) is None
+
+
+def test_a_record_that_was_kept_counts(tmp_path: Path) -> None:
+    (tmp_path / "training.json").write_text('{"state": {"global_step": 1}}')
+    assert training_record(tmp_path) == {"state": {"global_step": 1}}
+    assert training_rows({"state": {"global_step": 1}}) == {"steps": "1"}
+    assert training_rows({}) == {}
+
+
+@pytest.mark.parametrize("call", ["os.mkdir", "touch", "torch.hub"])
+def test_a_hostile_pickle_runs_nothing(call: str, tmp_path: Path) -> None:
+    target = str(tmp_path / "run")
+    hostile = {
+        "os.mkdir": Hostile(os.mkdir, target),
+        "touch": Hostile(touch, target),
+        "torch.hub": Hostile(torch.hub.download_url_to_file, "http://localhost", target),
+    }[call]
+    torch.save(hostile, tmp_path / "training_args.bin")
+    with suppress(ValueError):  # or it is read, as an object without attributes
+        assert training_record(tmp_path) == {"arguments": {}}
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\3\4 cut off", b"\x80\x02."], ids=["empty", "cut off", "old pickle"])
+def test_a_damaged_file_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "training_args.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=r"training_args.bin is no record"):
+        training_record(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_a_damaged_state_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text(content)
+    with pytest.raises(ValueError, match=r"trainer_state.json"):
+        training_record(tmp_path)
