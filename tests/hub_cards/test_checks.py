@@ -1,0 +1,269 @@
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer
+
+from diffllama import DiffLlamaForSequenceClassification, __version__
+from diffllama.hub_cards import check, export
+from diffllama.hub_cards.texts import is_absolute_path, secrets
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported folder, in shards."""
+    folder = tmp_path_factory.mktemp("good")
+    tiny_model("v2", **EVERY_FEATURE).save_pretrained(folder / "src")
+    tiny_tokenizer().save_pretrained(folder / "src")
+    return export(folder / "src", folder / "dest", metadata={"license": "mit"}, max_shard_size="100KB")
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path) -> Path:
+    """A copy of the good folder, to be spoiled."""
+    return shutil.copytree(good, tmp_path / "folder")
+
+
+def edit(path: Path, change: Callable[[dict], None]) -> None:
+    """Changes a JSON file."""
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def findings(folder: Path, wrong: bool = True) -> list[str]:
+    """What is wrong (or else, good to know)."""
+    return [str(finding) for finding in check(folder) if finding.wrong == wrong]
+
+
+def the_only(folder: Path, wrong: bool = True) -> str:
+    (finding,) = findings(folder, wrong)
+    assert findings(folder, not wrong) == []
+    return finding
+
+
+def test_an_exported_folder_is_faultless(good: Path) -> None:
+    assert check(good) == []
+    assert len(list(good.glob("model-*.safetensors"))) > 1
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_save_pretrained_leaves_loads_and_lacks_tokenizer_card_and_licence(variant: str, tmp_path: Path) -> None:
+    tiny_model(variant).save_pretrained(tmp_path)
+    assert findings(tmp_path) == []
+    assert [finding.split(":")[0] for finding in findings(tmp_path, wrong=False)] == [
+        "tokenizer.json",
+        "LICENSE",
+        "README.md",
+    ]
+
+
+def test_other_architectures_have_other_weights(tmp_path: Path) -> None:
+    DiffLlamaForSequenceClassification(tiny_model().config).save_pretrained(tmp_path)
+    assert findings(tmp_path) == []
+    edit(tmp_path / "config.json", lambda config: config.update(architectures=["DiffLlamaForCausalLM"]))
+    assert findings(tmp_path)[1:] == [
+        "model.safetensors: missing: lm_head.weight [97, 64]",
+        "model.safetensors: extra: score.weight [2, 64]",
+    ]
+
+
+def test_no_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        check(tmp_path / "nowhere")
+    assert "config.json: is not there, so this is no model" in findings(tmp_path)
+
+
+class TestFiles:
+    def test_pickles_are_known_by_name_and_by_content(self, folder: Path) -> None:
+        (folder / "training_args.bin").write_text("anything")
+        (folder / "harmless.model").write_bytes(pickle.dumps({}))
+        torch.save({}, folder / "notes")
+        assert [finding.split(",")[0] for finding in findings(folder)] == [
+            "harmless.model: is a pickle",
+            "notes: is a pickle",
+            "training_args.bin: is a pickle",
+        ]
+
+    def test_a_checkpoint_below_is_looked_into_and_hidden_files_are_not(self, folder: Path) -> None:
+        for place in ("checkpoint-5", ".cache"):
+            (folder / place).mkdir()
+            (folder / place / "optimizer.pt").touch()
+        assert the_only(folder).startswith("checkpoint-5/optimizer.pt: is a pickle")
+
+    @pytest.mark.parametrize(
+        ("name", "text", "message"),
+        [
+            ("README.md", "token hf_abcdefghijklmnopqrstuvwxyz", "README.md: holds a Hugging Face token (hf_abc…)"),
+            ("serve.py", 'key = "sk-abcdefghijklmnopqrstuvwxyz"', "serve.py: holds an API key (sk-abc…)"),
+            ("notes.txt", "-----BEGIN RSA PRIVATE KEY-----", "notes.txt: holds a private key (-----B…)"),
+            ("a.json", '{"x": ["ghp_abcdefghijklmnopqrstuvwxyz01234"]}', "a.json: `x[0]` holds a GitHub token (ghp_"),
+            ("a.json", '{"hub_token": "abc"}', "a.json: `hub_token` holds a secret"),
+            ("a.json", '{"a": {"path": "/data/llama/weights"}}', "a.json: `a.path` holds a path of a machine: '/"),
+            ("a.json", '{"cmd": "train --out /home/me/out"}', "a.json: `cmd` holds a path of a machine"),
+            ("a.json", '{"cmd": "C:\\\\Users\\\\me\\\\out"}', "a.json: `cmd` holds a path of a machine"),
+            ("a.json", '{"cut off', "a.json: is no JSON"),
+        ],
+    )  # fmt: skip
+    def test_secrets_and_paths_are_found_and_not_shown(self, name: str, text: str, message: str, folder: Path) -> None:
+        with (folder / name).open("a") as file:
+            file.write(text)
+        found = findings(folder)
+        assert len(found) == 1
+        assert found[0].startswith(message)
+        assert "wxyz" not in found[0]
+
+    @pytest.mark.parametrize("text", ["</s>", "/think", "//", "https://a.org/home/me", "and/or/not", "a: b\\n", ""])
+    def test_other_texts_are_no_paths_and_no_secrets(self, text: str, folder: Path) -> None:
+        (folder / "a.json").write_text(json.dumps({"bos_token": text}))
+        assert check(folder) == []
+        assert not is_absolute_path(text)
+        assert secrets(text) == []
+
+    def test_tokens_may_look_like_anything(self, folder: Path) -> None:
+        text = (folder / "tokenizer.json").read_text()
+        (folder / "tokenizer.json").write_text(text.replace('"w96"', '"/home/me/x"'))
+        assert check(folder) == []
+
+    def test_a_link_to_nothing_is_wrong(self, folder: Path) -> None:
+        (folder / "more.txt").symlink_to(folder / "nowhere")
+        assert the_only(folder) == "more.txt: is a link to nothing"
+
+
+class TestCode:
+    def test_how_it_differs_is_good_to_know(self, folder: Path) -> None:
+        with (folder / "differential_attention.py").open("a") as file:
+            file.write("x = 1\n")
+        (folder / "handler.py").write_text("import flask\n")
+        assert findings(folder) == []
+        assert [line.split(" (")[0] for line in findings(folder, wrong=False)] == [
+            "differential_attention.py",
+            "handler.py: belongs to none of the model's classes",
+        ]
+        assert f"is not that of diffllama {__version__}: +1 -0 lines" in findings(folder, wrong=False)[0]
+
+    def test_what_the_loader_cannot_follow_is_wrong(self, folder: Path) -> None:
+        (folder / "differential_attention.py").write_text("from diffllama import x\nfrom ..y import z\n")
+        assert sorted(findings(folder)) == [
+            "differential_attention.py: line 1: imports diffllama, which is not on the Hub",
+            "differential_attention.py: line 2: `from ..y import z` must have the form `from .file import name`",
+        ]
+
+    def test_it_is_not_run(self, folder: Path) -> None:
+        for file in folder.glob("*.py"):
+            file.write_text(file.read_text() + f"\nopen({str(folder / 'run')!r}, 'w')\n")
+        check(folder)
+        assert not (folder / "run").exists()
+
+    def test_without_it_the_folder_is_not_fit(self, folder: Path) -> None:
+        (folder / "modeling_diffllama.py").unlink()
+        assert the_only(folder).startswith("modeling_diffllama.py: [Errno 2] No such file")
+
+
+class TestConfiguration:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"model_type": "llama"}, "`model_type` must be 'diff_llama', got 'llama'"),
+            ({"num_attention_heads": 7}, "StrictDataclassClassValidationError"),
+            ({"architectures": ["LlamaForCausalLM"]}, "`architectures` in config.json must be one of DiffLlama"),
+            (
+                {"auto_map": {}},
+                "`auto_map` must have AutoConfig: 'configuration_diffllama.DifferentialLlamaConfig', got",
+            ),
+        ],
+    )
+    def test_what_does_not_load_is_wrong(self, change: dict, message: str, folder: Path) -> None:
+        edit(folder / "config.json", lambda config: config.update(change))
+        found = the_only(folder)
+        assert found.startswith("config.json: ")
+        assert message in found
+
+    def test_code_in_another_repository_is_wrong(self, folder: Path) -> None:
+        edit(
+            folder / "config.json", lambda c: c["auto_map"].update(AutoModel="me/x--modeling_diffllama.DiffLlamaModel")
+        )
+        assert the_only(folder).endswith("got 'me/x--modeling_diffllama.DiffLlamaModel'")
+
+
+class TestWeights:
+    def shard(self, folder: Path) -> Path:
+        return min(folder.glob("model-*.safetensors"))
+
+    def test_shapes_and_names_must_be_the_configurations(self, folder: Path) -> None:
+        edit(folder / "config.json", lambda config: config.update(intermediate_size=95, vocab_size=98))
+        assert "misshapen: model.embed_tokens.weight [97, 64], must be [98, 64]" in findings(folder)[1]
+        weights = load_file(self.shard(folder))
+        name = next(iter(weights))
+        save_file({f"{name}.old": weights.pop(name), **weights}, self.shard(folder))
+        assert any(f"extra: {name}.old" in line for line in findings(folder))
+
+    def test_a_file_that_is_cut_off_or_missing_is_wrong(self, folder: Path) -> None:
+        shard = self.shard(folder)
+        shard.write_bytes(shard.read_bytes()[:-1])
+        assert any(line.startswith(f"{shard.name}: cannot be read") for line in findings(folder))
+        shard.unlink()
+        assert shard.name in the_only(folder)
+
+    def test_the_index_must_agree_with_the_files(self, folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        first, last = min(folder.glob("model-*.safetensors")).name, max(folder.glob("model-*.safetensors")).name
+        moved = []
+
+        def move(content: dict) -> None:
+            name = next(name for name, home in content["weight_map"].items() if home == first)
+            content["weight_map"][name] = last
+            content["metadata"]["total_size"] += 1
+            moved.append(name)
+
+        edit(index, move)
+        found = findings(folder)
+        assert found[0] == f"{index.name}: does not say where these tensors are: {moved[0]}"
+        assert found[1].startswith(f"{index.name}: `total_size` must be ")
+
+    def test_other_weights_and_dtypes_are_good_to_know(self, folder: Path) -> None:
+        save_file({"x": torch.zeros(1)}, folder / "adapter.safetensors")
+        edit(folder / "config.json", lambda config: config.update(dtype="bfloat16"))
+        assert findings(folder) == []
+        assert findings(folder, wrong=False) == [
+            "adapter.safetensors: is not among the model's weights",
+            "model.safetensors.index.json: has torch.float32, and `dtype` in config.json is torch.bfloat16",
+        ]
+
+
+class TestTokenizerAndGeneration:
+    def test_more_tokens_than_the_model_has_are_wrong(self, folder: Path) -> None:
+        tokenizer = tiny_tokenizer()
+        tokenizer.add_tokens(["w97", "w98"])
+        tokenizer.save_pretrained(folder)
+        assert the_only(folder) == "tokenizer_config.json: the tokenizer has 99 tokens, the model only 97"
+
+    def test_a_tokenizer_that_does_not_load_is_wrong(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
+        assert the_only(folder).startswith("tokenizer_config.json: ")
+
+    def test_a_tokenizers_own_code_is_wrong(self, folder: Path) -> None:
+        edit(folder / "tokenizer_config.json", lambda c: c.update(auto_map={"AutoTokenizer": ["x.Y", None]}))
+        assert "tokenizer_config.json" in the_only(folder)
+
+    def test_settings_must_load_and_should_not_contradict_each_other(self, folder: Path) -> None:
+        edit(folder / "generation_config.json", lambda c: c.update(do_sample=False, temperature=0.5))
+        assert the_only(folder, wrong=False).startswith("generation_config.json: GenerationConfig is invalid")
+        edit(folder / "generation_config.json", lambda c: c.update(max_new_tokens="many"))
+        assert the_only(folder).startswith("generation_config.json: ")
+        (folder / "generation_config.json").unlink()
+        assert the_only(folder, wrong=False) == "generation_config.json: is not there"
+
+
+def test_a_card_without_readable_metadata_is_wrong_and_without_a_licence_good_to_know(folder: Path) -> None:
+    card = folder / "README.md"
+    text = card.read_text()
+    card.write_text(text.replace("license: mit\n", ""))
+    assert the_only(folder, wrong=False).startswith("README.md: names no licence")
+    card.write_text(text.replace("license: mit\n", "license: [\n"))
+    assert the_only(folder).startswith("README.md: the metadata cannot be read")

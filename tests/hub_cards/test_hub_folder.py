@@ -1,0 +1,296 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from llamas import llama, snapshot
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from tiny import EVERY_FEATURE, tiny_model, tiny_tokenizer, tokens
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
+
+from diffllama import DiffLlamaForSequenceClassification, convert
+from diffllama.conversion import CheckpointError
+from diffllama.hub_cards import check, export, write_card
+from diffllama.hub_cards.checks import FolderError
+from diffllama.hub_cards.code import hub_code, unstamped
+from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
+
+
+LOAD = """
+import json, sys
+sys.modules["diffllama"] = None  # from here on importing it fails
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+torch.set_num_threads(1)
+folders, answer = json.loads(sys.argv[1]), sys.argv[2]
+logits, ids = {}, torch.arange(1, 14)[None]
+for name, folder in folders.items():
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules"), type(model)
+    with torch.no_grad():
+        logits[name] = model(ids).logits
+    AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+save_file(logits, answer)
+"""
+
+
+def train(model: PreTrainedModel, folder: Path) -> Trainer:
+    """Trains a model for two steps; the trainer has made a checkpoint."""
+    arguments = TrainingArguments(
+        str(folder), max_steps=2, per_device_train_batch_size=2, learning_rate=0.1, save_steps=2, logging_steps=1,
+        report_to=[], use_cpu=True,
+    )  # fmt: skip
+    rows = tokens(4, 8)
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        processing_class=tiny_tokenizer(),
+    )
+    trainer.train()
+    return trainer
+
+
+def add_tensor(file: Path) -> None:
+    """Adds a tensor to a file of weights."""
+    save_file(load_file(file) | {"x": torch.zeros(2)}, file)
+
+
+def logits_of(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.arange(1, 14)[None]).logits
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Models of every origin, saved and exported; and what a process without the package computes with all of them."""
+    work = tmp_path_factory.mktemp("origins")
+    expected: dict[str, torch.Tensor] = {}
+
+    trainer = train(tiny_model("v1", attn_implementation="sdpa"), work / "trainer")
+    trainer.save_model(work / "save_model")
+    expected["save_model"] = expected["checkpoint"] = logits_of(trainer.model)
+
+    lora = LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    adapted = get_peft_model(tiny_model("v2", attn_implementation="sdpa"), lora)
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(work / "merged")
+    expected["merged"] = logits_of(merged)
+    adapted.save_pretrained(work / "adapter")
+
+    convert(llama(work / "llama"), work / "conversion", source="llama")
+    expected["conversion"] = logits_of(AutoModelForCausalLM.from_pretrained(work / "conversion"))
+
+    folders = {name: work / name for name in ("save_model", "merged", "conversion")}
+    folders["checkpoint"] = work / "trainer" / "checkpoint-2"
+    for name in ("merged", "conversion"):
+        tiny_tokenizer().save_pretrained(folders[name])
+    before = {name: snapshot(folder) for name, folder in folders.items()}
+    exported = {name: export(folder, work / "exported" / name) for name, folder in folders.items()}
+    assert {name: snapshot(folder) for name, folder in folders.items()} == before
+
+    places = {f"saved {name}": str(path) for name, path in folders.items()}
+    places |= {f"exported {name}": str(path) for name, path in exported.items()}
+    env = os.environ | {"HF_MODULES_CACHE": str(work / "modules"), "HF_HOME": str(work / "home")}
+    command = [sys.executable, "-c", LOAD, json.dumps(places), str(work / "logits.safetensors")]
+    process = subprocess.run(command, env=env, cwd=work, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return {"work": work, "expected": expected, "computed": load_file(work / "logits.safetensors"), "folders": exported}
+
+
+ORIGINS = ("save_model", "checkpoint", "merged", "conversion")
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+class TestOrigins:
+    def test_what_was_saved_loads_without_the_package_even_before_it_is_exported(
+        self, origin: str, story: dict[str, Any]
+    ) -> None:
+        assert torch.equal(story["computed"][f"saved {origin}"], story["expected"][origin])
+
+    def test_the_exported_folder_computes_the_same_bits(self, origin: str, story: dict[str, Any]) -> None:
+        assert torch.equal(story["computed"][f"exported {origin}"], story["expected"][origin])
+
+    def test_it_is_complete_and_faultless(self, origin: str, story: dict[str, Any]) -> None:
+        folder = story["folders"][origin]
+        files = {file.name for file in folder.iterdir()}
+        record = {"conversion": {"conversion.json"}, "merged": set()}.get(origin, {"training.json"})
+        assert files == record | {
+            *hub_code(),
+            "LICENSE",
+            "README.md",
+            "chat_template.jinja",
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        }
+        assert [str(finding) for finding in check(folder)] == [
+            "README.md: names no licence: `diffllama card --license` does"
+        ]
+        config = json.loads((folder / "config.json").read_text())
+        assert config["auto_map"] == AUTO_MAP
+        assert config["use_cache"] is True
+        assert all(unstamped((folder / name).read_text())[1] for name in hub_code())
+
+    def test_its_card_is_of_its_kind(self, origin: str, story: dict[str, Any]) -> None:
+        card = ModelCard.load(story["folders"][origin] / "README.md")
+        assert ("## Conversion" in card.text) == (origin == "conversion")
+        assert ("## Training" in card.text) == (origin in ("save_model", "checkpoint"))
+        assert ("| steps | 2 |" in card.text) == (origin == "checkpoint")
+        assert "messages" in card.text
+
+
+def test_an_adapter_alone_is_refused_with_what_to_do(story: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        export(story["work"] / "adapter", tmp_path / "dest")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    tiny_model("v1").save_pretrained(tmp_path / "src")
+    tiny_tokenizer().save_pretrained(tmp_path / "src")
+    return tmp_path / "src"
+
+
+def test_every_part_survives_in_shards(tmp_path: Path) -> None:
+    model = tiny_model("v2", torch.bfloat16, "sdpa", tie_word_embeddings=True, **EVERY_FEATURE)
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(tmp_path / "src")
+    (tmp_path / "src" / "LICENSE").write_text("Only for llamas.")
+    (tmp_path / "src" / "README.md").write_text("---\nlicense: other\nlicense_name: llamas\n---\n# Mine\n")
+    progress = []
+    folder = export(
+        tmp_path / "src", tmp_path / "dest", max_shard_size="50KB", progress=lambda *state: progress.append(state)
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert (loaded.dtype, loaded.generation_config.max_new_tokens) == (torch.bfloat16, 7)
+    assert torch.equal(logits_of(loaded), logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "src")))
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    assert progress[-1][0] == progress[-1][1] > 0
+    assert (folder / "LICENSE").read_text() == "Only for llamas."
+    assert "Apache License" in (folder / "LICENSE-CODE").read_text()
+    card = (folder / "README.md").read_text()
+    assert "# Mine" in card
+    assert "under Apache-2.0 (LICENSE-CODE). The model's licence is llamas." in card
+
+
+def test_a_classifier_is_exported_as_one(tmp_path: Path) -> None:
+    DiffLlamaForSequenceClassification(tiny_model().config).save_pretrained(tmp_path / "src")
+    folder = export(tmp_path / "src", tmp_path / "dest")
+    assert not (folder / "generation_config.json").exists()
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["DiffLlamaForSequenceClassification"]
+    assert ModelCard.load(folder / "README.md").data.pipeline_tag == "text-classification"
+
+
+def test_code_and_auto_map_of_another_repository_are_replaced(source: Path, tmp_path: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    config["auto_map"] = {name: f"alice/model--{reference}" for name, reference in AUTO_MAP.items()}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "modeling_diffllama.py").write_text("raise SystemExit('old code')\n")
+    assert [finding.wrong for finding in check(export(source, tmp_path / "dest"))] == [False]
+
+
+def test_places_on_this_machine_are_forgotten(source: Path, tmp_path: Path) -> None:
+    file = source / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"name_or_path": "/home/me/model", "tokenizer_file": "/home/me/x.json"}))
+    folder = export(source, tmp_path / "dest")
+    exported = json.loads((folder / "tokenizer_config.json").read_text())
+    assert exported.items() <= settings.items()
+    assert AutoTokenizer.from_pretrained(folder)("w7 w8").input_ids == tiny_tokenizer()("w7 w8").input_ids
+
+
+def test_weights_of_a_pickle_become_safetensors(source: Path, tmp_path: Path) -> None:
+    weights = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    torch.save(weights, source / "pytorch_model.bin")
+    folder = export(source, tmp_path / "dest")
+    assert not (folder / "pytorch_model.bin").exists()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in load_file(folder / "model.safetensors").items())
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("spoil", "error", "message"),
+        [
+            (lambda src: shutil.rmtree(src), FileNotFoundError, "src does not exist"),
+            (lambda src: (src / "config.json").unlink(), FileNotFoundError, "has no config.json"),
+            (lambda src: (src / "model.safetensors").unlink(), FileNotFoundError, "has no weights"),
+            (lambda src: (src / "model.safetensors").write_bytes(b"x" * 9), CheckpointError, "cannot be read"),
+            (lambda src: (src / "trainer_state.json").write_text("{"), ValueError, "trainer_state.json is no JSON"),
+            (lambda src: (src / "tokenizer.json").write_text("{}"), Exception, None),
+            (
+                lambda src: add_tensor(src / "model.safetensors"),
+                CheckpointError,
+                r"extra: x \[2\]",
+            ),
+            (
+                lambda src: (src / "README.md").write_text("hf_abcdefghijklmnopqrstuvwxyz"),
+                FolderError,
+                "README.md: holds a Hugging Face token",
+            ),
+        ],
+        ids=["nothing", "no config", "no weights", "cut off", "state", "tokenizer", "extra weight", "secret"],
+    )  # fmt: skip
+    def test_nothing_appears(self, spoil: Any, error: Any, message: str, source: Path, tmp_path: Path) -> None:
+        spoil(source)
+        before = snapshot(tmp_path)
+        with pytest.raises(error, match=message):
+            export(source, tmp_path / "dest")
+        assert snapshot(tmp_path) == before
+
+    def test_another_model_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="must be one of 'diff_llama', got 'llama'"):
+            export(llama(tmp_path / "src"), tmp_path / "dest")
+
+    def test_what_is_there_is_replaced_only_when_asked_and_only_a_model(self, source: Path, tmp_path: Path) -> None:
+        (tmp_path / "dest").mkdir()
+        (tmp_path / "dest" / "mine.txt").touch()
+        for overwrite in (False, True):
+            with pytest.raises(FileExistsError):
+                export(source, tmp_path / "dest", overwrite=overwrite)
+        with pytest.raises(FileExistsError, match="overlap"):
+            export(source, source / "dest")
+
+
+class TestWriteCard:
+    def test_it_adds_results_and_keeps_what_people_wrote(self, source: Path, tmp_path: Path) -> None:
+        folder = export(source, tmp_path / "dest", metadata={"license": "mit"})
+        card = folder / "README.md"
+        card.write_text(card.read_text().replace("<!-- diffllama:usage", "It likes cats.\n\n<!-- diffllama:usage"))
+        results = tmp_path / "results_1.json"
+        results.write_text(json.dumps({"results": {"piqa": {"acc,none": 0.75}}, "n-shot": {"piqa": 0}}))
+        assert write_card(folder, metadata={"language": "en"}, results=[results]) == []
+        text = card.read_text()
+        assert "| piqa | acc | 0.7500 | 0 |  |" in text
+        assert "It likes cats." in text
+        assert {"license": "mit", "language": "en"}.items() <= ModelCard(text).data.to_dict().items()
+        assert write_card(folder) == []
+        assert card.read_text() == text
+        assert [str(finding) for finding in check(folder) if finding.wrong] == []
+
+    def test_a_failure_changes_nothing(self, source: Path, tmp_path: Path) -> None:
+        (tmp_path / "results_1.json").write_text("{}")
+        before = snapshot(source)
+        with pytest.raises(ValueError, match=r"results_1\.json"):
+            write_card(source, results=[tmp_path])
+        (source / "README.md").write_text("---\nmodel-index: [1]\n---\n")
+        before = snapshot(source)
+        with pytest.raises(ValueError, match="model_index"):
+            write_card(source)
+        assert snapshot(source) == before
+
+    def test_it_needs_a_model(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match=r"config\.json"):
+            write_card(tmp_path)
