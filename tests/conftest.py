@@ -9,6 +9,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from hub import Hub
 
 
 torch.set_num_threads(1)  # tests run in parallel processes
@@ -36,3 +37,11 @@ def static_shapes(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
         yield
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    """An empty Hub for client processes, which must ask for nothing that it does not know."""
+    with Hub() as hub:
+        yield hub
+    assert [request for request in hub.requests if request.status == 501] == []

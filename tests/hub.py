@@ -1,0 +1,488 @@
+"""A Hub on the loopback interface, for tests with the real huggingface_hub client in processes of their own.
+
+It answers what that client asks about model repositories, with LFS instead of Xet, and keeps everything in memory. The
+token "hf_alice" is user alice's. A repository belongs to the user before its slash: nobody else reads it where it is
+private, or writes to it, but everybody may open pull requests. Requests that it does not know get status 501.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import yaml
+
+
+LFS_SUFFIXES = (".bin", ".gguf", ".h5", ".model", ".onnx", ".pt", ".safetensors")
+LFS_BYTES = 10_000_000
+"""Larger files are LFS objects whatever their name."""
+
+
+class Refusal(Exception):
+    """An answer that is an error. The client chooses its exception by the code."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, **headers: str):
+        super().__init__(message)
+        self.status = status
+        self.headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {}) | headers
+
+
+# --- repositories ---------------------------------------------------------------------------------------------------
+
+
+def is_lfs(path: str, size: int, beginning: bytes) -> bool:
+    """Whether a file belongs in LFS: by its name, for its size, or because it is not text."""
+    return size > 0 and (path.endswith(LFS_SUFFIXES) or size > LFS_BYTES or b"\0" in beginning)
+
+
+class Blob:
+    """A file: in git itself, or a pointer there to an LFS object."""
+
+    def __init__(self, path: str, content: bytes):
+        self.content, self.size, self.sha256 = content, len(content), hashlib.sha256(content).hexdigest()
+        self.lfs: dict[str, Any] | None = None
+        stored = content
+        if is_lfs(path, self.size, content[:512]):
+            stored = b"version https://git-lfs.github.com/spec/v1\noid sha256:%b\nsize %d\n"
+            stored %= (self.sha256.encode(), self.size)
+            self.lfs = {"oid": self.sha256, "sha256": self.sha256, "size": self.size, "pointerSize": len(stored)}
+        self.oid = hashlib.sha1(b"blob %d\0%b" % (len(stored), stored)).hexdigest()  # as git computes it
+        # The name that the client gives it in its cache. It need not upload what it has under the same name.
+        self.etag = self.sha256 if self.lfs else self.oid
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A state of all files. Nothing changes it any more."""
+
+    oid: str
+    title: str
+    description: str
+    parent: "Commit | None"
+    files: Mapping[str, Blob]
+
+    def tree(self) -> dict[str, dict[str, Any]]:
+        """All folders and files by path, as the Hub describes them."""
+        entries: dict[str, dict[str, Any]] = {}
+        for path, blob in self.files.items():
+            for folder in [str(parent) for parent in Path(path).parents][-2::-1]:
+                inside = repr([(p, b.oid) for p, b in self.files.items() if p.startswith(f"{folder}/")])
+                oid = hashlib.sha1(inside.encode()).hexdigest()
+                entries[folder] = {"type": "directory", "path": folder, "oid": oid, "size": 0}
+            entry = {"type": "file", "path": path, "oid": blob.oid, "size": blob.size}
+            entries[path] = entry | ({"lfs": blob.lfs} if blob.lfs else {})
+        return entries
+
+
+class Repository:
+    """Commits, oldest first; refs to them ("main", "any-branch", "refs/pr/1", "refs/tags/v1"); LFS objects."""
+
+    def __init__(self, name: str, private: bool = False):
+        self.name, self.private, self.owner = name, private, name.split("/")[0]
+        self.commits: list[Commit] = []
+        self.refs: dict[str, str] = {}
+        self.objects: dict[str, bytes] = {}
+        attributes = "".join(f"*{suffix} filter=lfs diff=lfs merge=lfs -text\n" for suffix in LFS_SUFFIXES)
+        self.commit({".gitattributes": attributes.encode()}, "initial commit")
+
+    def find(self, revision: str = "main") -> Commit:
+        """The commit that a branch, a tag, a pull request, or an oid or the beginning of one stands for."""
+        names = (revision, f"refs/tags/{revision}", revision.removeprefix("refs/heads/"))
+        oid = next((self.refs[name] for name in names if name in self.refs), revision)
+        for commit in self.commits:
+            if len(oid) >= 7 and commit.oid.startswith(oid):
+                return commit
+        raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+
+    def files(self, revision: str = "main") -> dict[str, bytes]:
+        return {path: blob.content for path, blob in self.find(revision).files.items()}
+
+    def commit(
+        self,
+        changes: Mapping[str, bytes | None],
+        title: str = "",
+        description: str = "",
+        ref: str = "main",
+        parent: Commit | None = None,
+    ) -> Commit:
+        """Adds a commit to `parent`, by default what `ref` points to, and moves `ref` there. None deletes a file."""
+        parent = parent or (self.find(ref) if self.commits else None)
+        files = dict(parent.files) if parent else {}
+        for path, content in changes.items():
+            files.pop(path, None)
+            if content is not None:
+                files[path] = Blob(path, content)
+                if files[path].lfs:
+                    self.objects[files[path].sha256] = content
+        files = dict(sorted(files.items()))
+        identity = repr((self.name, len(self.commits), [(path, blob.oid) for path, blob in files.items()]))
+        self.refs[ref] = oid = hashlib.sha1(identity.encode()).hexdigest()
+        self.commits.append(Commit(oid, title, description, parent, files))
+        return self.commits[-1]
+
+
+def metadata(readme: str) -> dict[str, Any]:
+    """The YAML at the beginning of a README.md, or nothing. Refuses some of what huggingface.co refuses."""
+    found = re.match(r"\s*---[\r\n]+(.*?)[\r\n]+---(\r\n|\n|$)", readme, re.DOTALL)
+    try:
+        fields = yaml.safe_load(found[1]) if found else {}
+    except yaml.YAMLError as error:
+        raise Refusal(400, f"Invalid YAML: {error}") from None
+    if not isinstance(fields, dict):
+        raise Refusal(400, "The metadata must be a mapping")
+    rules = {"license": r"[a-z0-9.-]+", "pipeline_tag": r"[a-z-]+", "base_model": r"[\w.-]+(/[\w.-]+)?", "tags": ".+"}
+    for name in rules.keys() & fields.keys():
+        values = fields[name] if isinstance(fields[name], list) else [fields[name]]
+        if not all(isinstance(value, str) and re.fullmatch(rules[name], value) for value in values):
+            raise Refusal(400, f'"{name}" with value {fields[name]!r} is not valid')
+    return fields
+
+
+# --- the fixture ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client asked for, and the status of the answer."""
+
+    method: str
+    path: str
+    range: str | None
+    user: str | None
+    status: int
+
+
+class Hub(ThreadingHTTPServer):
+    """The server, from `with Hub() as hub:` to the end of the block.
+
+    Attributes:
+        endpoint: its address.
+        repositories: by name, such as "alice/model".
+        requests: what clients asked for, in order.
+        cut_after: the next download of more than so many bytes of a file ends after them, and its connection too. Then
+            None again.
+        refuse_uploads_after: so many more LFS objects are accepted. The next are refused with status 403, as storage
+            does when an address has expired: the client gives up at once. After status 500 or a closed connection it
+            would go on trying for 23 seconds.
+    """
+
+    request_queue_size = 128  # clients download in several threads
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.endpoint = f"http://127.0.0.1:{self.server_port}"
+        self.storage = f"http://localhost:{self.server_port}/storage"  # another host, where clients send no token
+        self.repositories: dict[str, Repository] = {}
+        self.requests: list[Request] = []
+        self.cut_after: int | None = None
+        self.refuse_uploads_after: int | None = None
+        self.lock = threading.Lock()
+
+    def __enter__(self) -> "Hub":
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, *about: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # a client may leave at any time
+            super().handle_error(*about)
+
+    def create(self, name: str, private: bool = False) -> Repository:
+        """A new repository, with the one commit that the Hub begins with."""
+        self.repositories[name] = repository = Repository(name, private)
+        return repository
+
+    def environment(self, home: Path, token: str | None = None) -> dict[str, str]:
+        """For a client process: this Hub, the cache at `home`, the token or none, and else what this process has."""
+        foreign = re.compile(r"(HF_|HUGGING|TRANSFORMERS_).*|.*_PROXY", re.IGNORECASE)
+        return {name: value for name, value in os.environ.items() if not foreign.fullmatch(name)} | {
+            "HF_ENDPOINT": self.endpoint,
+            "HF_HOME": str(home),
+            "HF_MODULES_CACHE": str(home / "modules"),
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "NO_PROXY": "*",
+            **({"HF_TOKEN": token} if token else {}),
+        }
+
+
+# --- the server -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Answer:
+    """Bytes, or what to send as JSON. `is_file`: the bytes are a file's."""
+
+    data: Any = b""
+    status: int = 200
+    headers: Mapping[str, object] = field(default_factory=dict)
+    is_file: bool = False
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection. `user`, `query` and `sent` belong to the request at hand."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or the body, sent after the headers, waits for the client's acknowledgement
+    server: Hub
+
+    def respond(self) -> None:
+        hub, url = self.server, urlsplit(self.path)
+        self.query = parse_qs(url.query)
+        self.sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        self.user = token.removeprefix("hf_") or None
+        with hub.lock:
+            try:
+                if token and not token.startswith("hf_"):
+                    raise Refusal(401, "Invalid credentials in Authorization header")
+                answer = self.route(*(unquote(part) for part in url.path.strip("/").split("/")))
+            except Refusal as error:
+                answer = Answer({"error": str(error)}, error.status, error.headers)
+            except Exception:  # not status 500, after which clients try again
+                answer = Answer({"error": traceback.format_exc()}, 501)
+            body = answer.data if isinstance(answer.data, bytes) else json.dumps(answer.data).encode()
+            end = len(body)
+            if answer.is_file and self.command == "GET" and hub.cut_after is not None and end > hub.cut_after:
+                end, hub.cut_after, self.close_connection = hub.cut_after, None, True
+            hub.requests.append(Request(self.command, self.path, self.headers["Range"], self.user, answer.status))
+        self.send_response(answer.status)
+        for name, value in {"Content-Length": len(body), **answer.headers}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body[:end])
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = respond
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def route(self, *parts: str) -> Answer:
+        match self.command, *parts:
+            case "GET", "api", "whoami-v2":
+                self.sign_in()
+                return Answer({"type": "user", "name": self.user, "fullname": self.user, "orgs": []})
+            case "POST", "api", "validate-yaml":
+                return self.validate(json.loads(self.sent)["content"])
+            case "POST", "api", "repos", "create":
+                return self.create(**json.loads(self.sent))
+            case "GET", "api", "models", owner, name:
+                return self.info(self.repository(f"{owner}/{name}"), "main")
+            case "GET", "api", "models", owner, name, "revision", revision:
+                return self.info(self.repository(f"{owner}/{name}"), revision)
+            case "GET", "api", "models", owner, name, "refs":
+                return self.refs(self.repository(f"{owner}/{name}"))
+            case "GET", "api", "models", owner, name, "tree", revision, *folder:
+                return self.tree(self.repository(f"{owner}/{name}"), revision, "/".join(folder))
+            case "POST", "api", "models", owner, name, "paths-info", revision:
+                entries = self.repository(f"{owner}/{name}").find(revision).tree()
+                wanted = parse_qs(self.sent.decode())["paths"]
+                return Answer([entries[path] for path in wanted if path in entries])
+            case "POST", "api", "models", owner, name, "preupload", revision:
+                return self.preupload(self.repository(f"{owner}/{name}", self.writing()), revision)
+            case "POST", "api", "models", owner, name, "commit", revision:
+                return self.commit(self.repository(f"{owner}/{name}", self.writing()), revision)
+            case "POST", "api", "models", owner, name, "branch", branch:
+                start = json.loads(self.sent).get("startingPoint", "main")
+                return self.point(self.repository(f"{owner}/{name}", "write"), branch, start)
+            case "POST", "api", "models", owner, name, "tag", revision:
+                ref = f"refs/tags/{json.loads(self.sent)['tag']}"
+                return self.point(self.repository(f"{owner}/{name}", "write"), ref, revision)
+            case "POST", owner, name, "info", "lfs", "objects", "batch" if name.endswith(".git"):
+                return self.announce(self.repository(f"{owner}/{name[:-4]}", "propose"))
+            case "PUT", "storage", owner, name, sha256:
+                return self.store(self.server.repositories[f"{owner}/{name}"], sha256)
+            case "GET", "storage", owner, name, sha256:
+                return self.file(self.server.repositories[f"{owner}/{name}"].objects[sha256])
+            case "GET" | "HEAD", owner, name, "resolve", revision, *path:
+                return self.resolve(self.repository(f"{owner}/{name}"), revision, "/".join(path))
+        raise Refusal(501, "tests/hub.py does not know this request")
+
+    # Who may do it.
+
+    def writing(self) -> str:
+        return "propose" if self.query.get("create_pr") == ["1"] else "write"
+
+    def sign_in(self) -> None:
+        if not self.user:
+            # huggingface.co sends no code. The client takes the status for it, but only from https addresses.
+            raise Refusal(401, "Invalid username or password.", "RepoNotFound" if "/models/" in self.path else None)
+
+    def repository(self, name: str, purpose: str = "read") -> Repository:
+        """A repository that the user may read, propose changes to, or write to."""
+        repository = self.server.repositories.get(name)
+        if repository is None or (repository.private and self.user != repository.owner):  # the user cannot know which
+            raise Refusal(404 if self.user else 401, "Repository not found", "RepoNotFound")
+        if purpose != "read":
+            self.sign_in()
+        if purpose == "write" and self.user != repository.owner:
+            raise Refusal(403, f"You have no right to write to {name}")
+        return repository
+
+    # Questions.
+
+    def validate(self, readme: str) -> Answer:
+        try:
+            warnings = [] if metadata(readme) else [{"message": "empty or missing yaml metadata in repo card"}]
+        except Refusal as error:
+            return Answer({"errors": [{"message": str(error)}], "warnings": []}, 400)
+        return Answer({"errors": [], "warnings": warnings})
+
+    def info(self, repository: Repository, revision: str) -> Answer:
+        commit = repository.find(revision)
+        siblings = []
+        for path, blob in commit.files.items():
+            details = {"size": blob.size, "blobId": blob.oid, "lfs": blob.lfs} if "blobs" in self.query else {}
+            siblings.append({"rfilename": path} | details)
+        card = metadata(repository.files(revision).get("README.md", b"").decode())
+        info = {
+            "id": repository.name,
+            "author": repository.owner,
+            "sha": commit.oid,
+            "private": repository.private,
+            "gated": False,
+            "disabled": False,
+            "lastModified": "2026-01-01T00:00:00.000Z",
+            "siblings": siblings,
+            "cardData": card,
+            "tags": card.get("tags", []),
+            "pipeline_tag": card.get("pipeline_tag"),
+            "library_name": card.get("library_name", "transformers" if "config.json" in commit.files else None),
+        }
+        wanted = {"id", *self.query.get("expand", info)}
+        return Answer({name: value for name, value in info.items() if name in wanted})
+
+    def refs(self, repository: Repository) -> Answer:
+        answer: dict[str, list[dict[str, str]]] = {"branches": [], "tags": [], "pullRequests": [], "converts": []}
+        for ref, oid in repository.refs.items():
+            kind = {"refs/tags": "tags", "refs/pr": "pullRequests"}.get(ref.rpartition("/")[0], "branches")
+            full = f"refs/heads/{ref}" if kind == "branches" else ref
+            answer[kind].append({"name": ref.removeprefix("refs/tags/"), "ref": full, "targetCommit": oid})
+        return Answer(answer)
+
+    def tree(self, repository: Repository, revision: str, folder: str) -> Answer:
+        entries, start = repository.find(revision).tree(), f"{folder}/" if folder else ""
+        if folder and entries.get(folder, {}).get("type") != "directory":
+            raise Refusal(404, f'{folder} does not exist on "{revision}"', "EntryNotFound")
+        deep = self.query.get("recursive") == ["true"]
+        inside = [path for path in entries if path.startswith(start) and (deep or "/" not in path[len(start) :])]
+        return Answer([entries[path] for path in inside])
+
+    def resolve(self, repository: Repository, revision: str, path: str) -> Answer:
+        commit = repository.find(revision)
+        if path not in commit.files:
+            raise Refusal(404, "Entry not found", "EntryNotFound", **{"X-Repo-Commit": commit.oid})
+        blob, headers = commit.files[path], {"X-Repo-Commit": commit.oid}
+        if not blob.lfs:
+            return self.file(blob.content, **headers, ETag=f'"{blob.etag}"')
+        headers |= {"X-Linked-ETag": f'"{blob.etag}"', "X-Linked-Size": str(blob.size)}
+        headers["Location"] = f"{self.server.storage}/{repository.name}/{blob.sha256}"
+        return Answer(status=302, headers=headers)
+
+    def file(self, content: bytes, **headers: str) -> Answer:
+        """All bytes, or the range that is asked for: "bytes=5-9", "bytes=5-", or the last five, "bytes=-5"."""
+        wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
+        if not wanted:
+            return Answer(content, headers=headers | {"Accept-Ranges": "bytes"}, is_file=True)
+        size, (first, last) = len(content), wanted.groups()
+        start = int(first) if first else max(0, size - int(last))
+        part = content[start : int(last) + 1 if first and last else size]
+        if not part:
+            raise Refusal(416, "Range Not Satisfiable", **{"Content-Range": f"bytes */{size}"})
+        return Answer(part, 206, headers | {"Content-Range": f"bytes {start}-{start + len(part) - 1}/{size}"}, True)
+
+    # Changes.
+
+    def create(self, name: str, organization: str | None = None, **options: str) -> Answer:
+        self.sign_in()
+        owner, hub = organization or self.user, self.server
+        if options.get("type", "model") != "model":
+            raise Refusal(501, "tests/hub.py knows models only")
+        if owner != self.user:
+            raise Refusal(403, f"You don't have the rights to create a model under the namespace {owner!r}")
+        answer = {"name": f"{owner}/{name}", "url": f"{hub.endpoint}/{owner}/{name}"}
+        if answer["name"] in hub.repositories:
+            return Answer(answer | {"error": "You already created this model repo"}, 409)
+        hub.create(answer["name"], options.get("visibility") == "private")
+        return Answer(answer)
+
+    def point(self, repository: Repository, ref: str, revision: str) -> Answer:
+        """A new branch or tag."""
+        if ref in repository.refs:
+            raise Refusal(409, f"Reference already exists: {ref}")
+        repository.refs[ref] = repository.find(revision).oid
+        return Answer({})
+
+    def preupload(self, repository: Repository, revision: str) -> Answer:
+        known, answer = repository.find(revision).files, []
+        for file in json.loads(self.sent)["files"]:
+            path, beginning = file["path"], base64.b64decode(file["sample"])
+            mode = "lfs" if is_lfs(path, file["size"], beginning) else "regular"
+            oid = known[path].etag if path in known else None
+            answer.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        return Answer({"files": answer})
+
+    def announce(self, repository: Repository) -> Answer:
+        """Where to upload LFS objects. What is here already needs no upload."""
+        objects = json.loads(self.sent)["objects"]
+        for wanted in objects:
+            if wanted["oid"] not in repository.objects:
+                href = f"{self.server.storage}/{repository.name}/{wanted['oid']}"
+                wanted["actions"] = {"upload": {"href": href}}
+        return Answer({"transfer": "basic", "objects": objects})
+
+    def store(self, repository: Repository, sha256: str) -> Answer:
+        """An LFS object. To know its address is the permission."""
+        left = self.server.refuse_uploads_after
+        if left == 0:
+            raise Refusal(403, "Request has expired")
+        if hashlib.sha256(self.sent).hexdigest() != sha256:
+            raise Refusal(400, "These are not the bytes that were announced")
+        repository.objects[sha256] = self.sent
+        self.server.refuse_uploads_after = None if left is None else left - 1
+        return Answer()
+
+    def commit(self, repository: Repository, revision: str) -> Answer:
+        (_, header), *operations = [json.loads(line).values() for line in self.sent.splitlines()]
+        parent, expected, ref = repository.find(revision), header.get("parentCommit", ""), revision
+        if self.writing() == "propose":
+            parent = repository.find(expected or revision)
+            ref = f"refs/pr/{1 + sum(name.startswith('refs/pr/') for name in repository.refs)}"
+        elif ref not in repository.refs:
+            raise Refusal(404, f"Not a branch: {ref}", "RevisionNotFound")
+        elif not parent.oid.startswith(expected):
+            raise Refusal(412, "A commit has happened since. Please refresh and try again.")
+        changes: dict[str, bytes | None] = {}
+        for kind, value in operations:
+            path = value["path"]
+            if kind == "file":
+                changes[path] = base64.b64decode(value["content"])
+            elif kind == "lfsFile":
+                changes[path] = repository.objects[value["oid"]]
+            else:
+                folder = f"{path.rstrip('/')}/" if kind == "deletedFolder" else None
+                gone = [name for name in parent.files if name == path or (folder and name.startswith(folder))]
+                if not gone:
+                    raise Refusal(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
+                changes |= dict.fromkeys(gone)
+        commit = repository.commit(changes, header["summary"], header["description"], ref, parent)
+        url = f"{self.server.endpoint}/{repository.name}"
+        answer = {"success": True, "commitOid": commit.oid, "commitUrl": f"{url}/commit/{commit.oid}"}
+        if ref != revision:
+            answer["pullRequestUrl"] = f"{url}/discussions/{ref.removeprefix('refs/pr/')}"
+        return Answer(answer)
