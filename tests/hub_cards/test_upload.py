@@ -1,0 +1,303 @@
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from hub import Hub, Repository
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors.torch import load_file, save_file
+from tiny import tiny_model, tiny_tokenizer
+
+from diffllama.hub_cards import code, export, push
+from diffllama.hub_cards.cards import is_as_written, pinned_revision
+from diffllama.hub_cards.checks import FolderError
+from diffllama.hub_cards.upload import Shipment
+
+
+REPO = "alice/model"
+
+
+@pytest.fixture(autouse=True)
+def online(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client of this process talks to the fixture, as alice."""
+    for name, value in {
+        "ENDPOINT": hub.endpoint,
+        "HUGGINGFACE_CO_URL_TEMPLATE": f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_DISABLE_XET": True,
+        "HF_HUB_DISABLE_TELEMETRY": True,
+        "HF_HUB_CACHE": str(tmp_path / "cache"),
+        "HF_TOKEN_PATH": str(tmp_path / "token"),
+    }.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setenv("HF_TOKEN", "hf_alice")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp("exported")
+    tiny_model("v2").save_pretrained(work / "src")
+    tiny_tokenizer().save_pretrained(work / "src")
+    return export(work / "src", work / "dest", metadata={"license": "mit"}, max_shard_size="100KB")
+
+
+@pytest.fixture
+def folder(exported: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(exported, tmp_path / "folder")
+
+
+def change_weights(folder: Path) -> None:
+    shard = min(folder.glob("model*.safetensors"))
+    save_file({name: tensor + 1 for name, tensor in load_file(shard).items()}, shard, {"format": "pt"})
+
+
+def pushed(hub: Hub, name: str = REPO) -> Repository:
+    return hub.repositories[name]
+
+
+def readme(hub: Hub, revision: str = "main") -> str:
+    return pushed(hub).files(revision)["README.md"].decode()
+
+
+def edit_on_the_hub(hub: Hub, old: str, new: str) -> None:
+    text = readme(hub)
+    assert old in text
+    pushed(hub).commit({"README.md": text.replace(old, new, 1).encode()}, "Update README.md")
+
+
+class TestPush:
+    def test_everything_arrives_and_the_card_is_pinned_to_it(self, hub: Hub, folder: Path) -> None:
+        shown: list[Shipment] = []
+        answer = push(folder, REPO, show=shown.append)
+        repository = pushed(hub)
+        assert not repository.private
+        _, model, card = repository.commits
+        assert answer.oid == card.oid
+        files = {file.name: file.read_bytes() for file in folder.iterdir()}
+        sent = repository.files()
+        assert {**files, "README.md": b"", ".gitattributes": b""} == {**sent, "README.md": b"", ".gitattributes": b""}
+        text = readme(hub)
+        assert pinned_revision(text) == model.oid
+        assert f'pipeline("text-generation", "{REPO}", revision="{model.oid}", trust_remote_code=True)' in text
+        assert f"vllm serve {REPO} " in text
+        assert "PATH_OR_REPOSITORY" not in text
+        assert is_as_written(text)
+        (shipment,) = shown
+        assert (shipment.repo, shipment.new, shipment.private, shipment.removed) == (REPO, True, False, [])
+        assert shipment.files == {name: len(content) for name, content in files.items() if name != "README.md"}
+
+    def test_what_is_there_is_not_sent_again(self, hub: Hub, folder: Path) -> None:
+        push(folder, REPO)
+        commits, requests = len(pushed(hub).commits), len(hub.requests)
+        push(folder, REPO)
+        assert len(pushed(hub).commits) == commits
+        assert [request for request in hub.requests[requests:] if request.method == "PUT"] == []
+
+    def test_a_push_that_broke_off_goes_on(self, hub: Hub, folder: Path) -> None:
+        shards = len(list(folder.glob("model-*.safetensors")))
+        assert shards > 2
+        hub.refuse_uploads_after = 1
+        with pytest.raises((HfHubHTTPError, RuntimeError)):
+            push(folder, REPO)
+        assert "config.json" not in pushed(hub).files()
+        hub.refuse_uploads_after = None
+        before = len(hub.requests)
+        push(folder, REPO)
+        assert len([request for request in hub.requests[before:] if request.method == "PUT"]) == shards - 1
+        assert "config.json" in pushed(hub).files()
+
+    def test_weights_that_the_folder_no_longer_has_are_removed_and_nothing_else(
+        self, hub: Hub, folder: Path, tmp_path: Path
+    ) -> None:
+        push(folder, REPO)
+        pushed(hub).commit({"handler.py": b"", "adapter/adapter_model.safetensors": b"x", "notes.md": b"mine"})
+        whole = export(folder, tmp_path / "whole")
+        shown: list[Shipment] = []
+        push(whole, REPO, show=shown.append)
+        files = pushed(hub).files()
+        assert {"handler.py", "adapter/adapter_model.safetensors", "notes.md", "model.safetensors"} <= set(files)
+        assert not [name for name in files if name.startswith("model-") or name.endswith("index.json")]
+        assert len(shown[0].removed) == len(list(folder.glob("model-*"))) + 1
+
+    def test_a_branch_is_made_and_main_stays(self, hub: Hub, folder: Path) -> None:
+        push(folder, REPO)
+        main = pushed(hub).refs["main"]
+        change_weights(folder)
+        push(folder, REPO, revision="second-try")
+        assert pushed(hub).refs["main"] == main
+        branch = pushed(hub).find("second-try")
+        assert branch.parent is not None
+        assert pinned_revision(readme(hub, "second-try")) == branch.parent.oid
+        push(folder, REPO, revision="second-try")
+        assert pushed(hub).refs["second-try"] == branch.oid
+
+    def test_a_pull_request_has_both_commits_and_main_stays(self, hub: Hub, folder: Path) -> None:
+        push(folder, REPO)
+        main = pushed(hub).refs["main"]
+        change_weights(folder)
+        answer = push(folder, REPO, create_pr=True)
+        assert pushed(hub).refs["main"] == main
+        request = pushed(hub).find("refs/pr/1")
+        assert answer.oid == request.oid
+        assert request.parent is not None
+        assert pinned_revision(readme(hub, "refs/pr/1")) == request.parent.oid
+        assert "refs/pr/2" not in pushed(hub).refs
+
+    def test_a_private_repository_is_private_and_a_public_one_is_not_taken_for_one(
+        self, hub: Hub, folder: Path
+    ) -> None:
+        push(folder, "alice/secret", private=True)
+        assert hub.repositories["alice/secret"].private
+        push(folder, "alice/secret", private=True)
+        push(folder, REPO)
+        commits = len(pushed(hub).commits)
+        change_weights(folder)
+        with pytest.raises(ValueError, match="exists and is public"):
+            push(folder, REPO, private=True)
+        assert len(pushed(hub).commits) == commits
+
+
+class TestCard:
+    NOTE = "## Notes\n\nIt likes cats.\n\n"
+
+    def test_text_that_was_written_on_the_hub_stays(self, hub: Hub, folder: Path) -> None:
+        push(folder, REPO)
+        edit_on_the_hub(hub, "<!-- diffllama:usage", f"{self.NOTE}<!-- diffllama:usage")
+        edit_on_the_hub(hub, "license: mit", "license: apache-2.0")
+        change_weights(folder)
+        push(folder, REPO)
+        text = readme(hub)
+        assert self.NOTE in text
+        assert "license: apache-2.0" in text
+        assert is_as_written(text)
+        assert pinned_revision(text) == pushed(hub).commits[-2].oid
+
+    def test_text_that_was_written_in_the_folder_arrives_and_may_change(self, hub: Hub, folder: Path) -> None:
+        card = folder / "README.md"
+        pristine = card.read_text()
+        card.write_text(f"{pristine}\n{self.NOTE}")
+        push(folder, REPO)
+        assert self.NOTE.strip() in readme(hub)
+        card.write_text(f"{pristine}\n## Notes\n\nIt likes dogs.\n".replace("license: mit", "license: apache-2.0"))
+        push(folder, REPO)
+        assert "dogs" in readme(hub)
+        assert "cats" not in readme(hub)
+        assert "license: apache-2.0" in readme(hub)
+
+    def test_text_of_an_older_push_stays_when_the_new_folder_has_none(self, hub: Hub, folder: Path) -> None:
+        card = folder / "README.md"
+        pristine = card.read_text()
+        card.write_text(f"{pristine}\n{self.NOTE}")
+        push(folder, REPO)
+        card.write_text(pristine)
+        change_weights(folder)
+        push(folder, REPO)
+        assert self.NOTE.strip() in readme(hub)
+
+    def test_cards_that_were_edited_in_both_places_are_for_people_to_merge(self, hub: Hub, folder: Path) -> None:
+        push(folder, REPO)
+        edit_on_the_hub(hub, "<!-- diffllama:usage", f"{self.NOTE}<!-- diffllama:usage")
+        card = folder / "README.md"
+        mine = f"{card.read_text()}\nMine.\n"
+        card.write_text(mine)
+        commits = len(pushed(hub).commits)
+        with pytest.raises(ValueError, match=r"README\.md was edited both in the folder and in alice/model"):
+            push(folder, REPO)
+        assert len(pushed(hub).commits) == commits
+        card.write_text(f"{mine}\n{self.NOTE}")
+        push(folder, REPO)
+        assert "Mine." in readme(hub)
+        assert self.NOTE.strip() in readme(hub)
+
+    def test_a_card_that_was_there_before_is_kept(self, hub: Hub, folder: Path) -> None:
+        hub.create(REPO).commit({"README.md": b"---\nlanguage: en\n---\n# My own\n"})
+        push(folder, REPO)
+        assert "# My own" in readme(hub)
+        assert "## Use" in readme(hub)
+        assert "language: en" in readme(hub)
+        assert "license: mit" in readme(hub)
+
+    def test_a_folder_without_one_gets_one(self, hub: Hub, folder: Path) -> None:
+        (folder / "README.md").unlink()
+        push(folder, REPO)
+        assert "## Use" in readme(hub)
+
+
+class TestCodeOnly:
+    def test_code_is_new_weights_stay_and_the_card_is_pinned_anew(self, hub: Hub, folder: Path, tmp_path: Path) -> None:
+        push(folder, REPO)
+        edit_on_the_hub(hub, "<!-- diffllama:usage", "It likes cats.\n\n<!-- diffllama:usage")
+        before = pushed(hub).files()
+        code_folder = tmp_path / "code"
+        code_folder.mkdir()
+        for name in code.hub_code():
+            shutil.copy(folder / name, code_folder)
+        with (code_folder / "differential_attention.py").open("a") as file:
+            file.write("# newer\n")
+        shown: list[Shipment] = []
+        requests = len(hub.requests)
+        push(code_folder, REPO, code_only=True, show=shown.append)
+        after = pushed(hub).files()
+        assert {name for name in before if before[name] != after[name]} == {"differential_attention.py", "README.md"}
+        assert set(shown[0].files) == set(code.hub_code())
+        assert [request for request in hub.requests[requests:] if request.method == "PUT"] == []
+        assert pinned_revision(readme(hub)) == pushed(hub).commits[-2].oid
+        assert "It likes cats." in readme(hub)
+        assert any("differential_attention.py" in str(finding) for finding in shown[0].findings)
+
+    def test_an_older_auto_map_becomes_the_packages(self, hub: Hub, folder: Path) -> None:
+        push(folder, REPO)
+        config = json.loads(pushed(hub).files()["config.json"])
+        old = config | {"auto_map": {"AutoConfig": "old.Config"}}
+        pushed(hub).commit({"config.json": json.dumps(old).encode()})
+        push(folder, REPO, code_only=True)
+        assert json.loads(pushed(hub).files()["config.json"]) == config
+
+    def test_it_needs_a_model_of_ours_on_the_hub(self, hub: Hub, folder: Path) -> None:
+        with pytest.raises(ValueError, match="There is no model alice/model"):
+            push(folder, REPO, code_only=True)
+        hub.create(REPO)
+        with pytest.raises(ValueError, match="`model_type` must be 'diff_llama', got None"):
+            push(folder, REPO, code_only=True)
+        assert len(pushed(hub).commits) == 1
+
+
+class TestRefusals:
+    def test_a_folder_that_is_not_fit_is_not_sent(self, hub: Hub, folder: Path) -> None:
+        (folder / "optimizer.pt").touch()
+        (folder / "secret.json").write_text('{"hub_token": "x"}')
+        with pytest.raises(FolderError, match=r"optimizer\.pt(?s:.*)secret\.json"):
+            push(folder, REPO)
+        assert hub.requests == []
+
+    def test_without_a_token_it_says_how_to_get_one(
+        self, hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("HF_TOKEN")
+        with pytest.raises(PermissionError, match="hf auth login"):
+            push(folder, REPO)
+        assert hub.requests == []
+
+    def test_somebody_elses_repository_is_refused(self, hub: Hub, folder: Path) -> None:
+        with pytest.raises(HfHubHTTPError):
+            push(folder, "bob/model")
+        assert "bob/model" not in hub.repositories
+        hub.create("bob/model")
+        with pytest.raises(HfHubHTTPError):
+            push(folder, "bob/model")
+        assert len(hub.repositories["bob/model"].commits) == 1
+
+    @pytest.mark.parametrize("name", ["model", "a/b/c", "alice/", "al ice/model", "https://huggingface.co/alice/model"])
+    def test_a_repository_is_owner_and_name(self, name: str, hub: Hub, folder: Path) -> None:
+        with pytest.raises(ValueError, match=re.escape(repr(name))):
+            push(folder, name)
+        assert hub.requests == []
+
+    def test_a_commit_is_no_branch(self, hub: Hub, folder: Path) -> None:
+        push(folder, REPO)
+        commit = pushed(hub).refs["main"]
+        with pytest.raises(ValueError, match="is a commit"):
+            push(folder, REPO, revision=commit)
+        assert HfApi(endpoint=hub.endpoint).list_repo_refs(REPO).branches[0].target_commit == commit
