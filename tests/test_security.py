@@ -1,0 +1,183 @@
+"""What SECURITY.md says is so."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from llamas import SIZES, save_model
+from tiny import VARIANTS, tiny_model, tiny_tokenizer
+from transformers import LlamaConfig
+
+from diffllama import convert, modeling_diff
+
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+RAN = "code of the folder ran"
+
+# --- the page itself ------------------------------------------------------------------------------------------------
+
+
+def test_it_names_every_file_that_runs_and_its_length() -> None:
+    rows = re.findall(r"^\| `(\w+\.py)` \| (\d+) \|", TEXT, re.MULTILINE)
+    files = [f for f in Path(modeling_diff.__file__).parent.glob("*.py") if f.name != "__init__.py"]
+    assert {name: int(lines) for name, lines in rows} == {f.name: len(f.read_text().splitlines()) for f in files}
+    assert f"these {sum(int(lines) for _, lines in rows)} lines are all" in TEXT
+
+
+def test_files_that_it_cites_exist() -> None:
+    cited = re.findall(r"`((?:tests|conversion|modeling_diff|src)/[\w/.]+)`", TEXT)
+    assert cited
+    assert [name for name in cited if not (ROOT / name).is_file()] == []
+
+
+def test_its_python_code_compiles() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        compile(block, "SECURITY.md", "exec")
+
+
+# --- which code runs, each time in fresh processes -------------------------------------------------------------------
+
+PRELUDE = """
+import json, sys
+def outcome(auto, *args, **kwargs):
+    try:
+        return type(getattr(transformers, auto).from_pretrained(*args, **kwargs)).__module__
+    except Exception as error:
+        return str(error)
+facts = {}
+"""
+
+
+def facts(code: str, work: Path) -> dict[str, str]:
+    """Runs code that fills the dictionary `facts`, in a fresh process that has its caches in `work`."""
+    caches = {"HF_HOME": str(work), "HF_HUB_CACHE": str(work / "hub"), "HF_MODULES_CACHE": str(work / "modules")}
+    result = subprocess.run(
+        [sys.executable, "-c", f"{PRELUDE}{code}\nprint()\nprint(json.dumps(facts))"],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,  # a question whether to trust the code is answered by an error
+        env=os.environ | caches | {"HF_HUB_OFFLINE": "1"},
+        cwd=work,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def save(folder: Path, variant: str = "v1", runs: bool = True) -> Path:
+    """A folder of ours, whose code does not run, or does."""
+    tiny_model(variant).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    for file in () if runs else folder.glob("*.py"):
+        file.write_text(f"raise RuntimeError({RAN!r})\n")
+    return folder
+
+
+def test_with_the_package_no_code_of_the_folder_runs(tmp_path: Path) -> None:
+    for variant in VARIANTS:
+        save(tmp_path / variant, variant, runs=False)
+    known = facts(
+        """
+import diffllama, transformers
+for folder in ("v1", "v2"):
+    for trust in ({}, {"trust_remote_code": False}, {"trust_remote_code": True}):
+        for auto in ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer"):
+            facts[f"{auto} {folder} {trust}"] = outcome(auto, folder, **trust)
+        pipeline = transformers.pipeline("text-generation", model=folder, **trust)
+        facts[f"pipeline {folder} {trust}"] = type(pipeline.model).__module__
+""",
+        tmp_path,
+    )
+    assert len(known) == 30
+    tokenizers = {name: module for name, module in known.items() if name.startswith("AutoTokenizer")}
+    assert {module.partition(".")[0] for module in tokenizers.values()} == {"transformers"}
+    models = {module for name, module in known.items() if name not in tokenizers}
+    assert models == {f"diffllama.modeling_diff.{name}_diffllama" for name in ("configuration", "modeling")}
+
+
+def test_with_the_package_a_tokenizers_and_generations_code_runs_only_if_trusted(tmp_path: Path) -> None:
+    for folder in ("tokenizer", "generation"):
+        save(tmp_path / folder)
+    file = tmp_path / "tokenizer" / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    file.write_text(json.dumps(settings))
+    (tmp_path / "generation" / "custom_generate").mkdir()
+    for name in ("tokenizer/evil.py", "generation/custom_generate/generate.py"):
+        (tmp_path / name).write_text(f"raise RuntimeError({RAN!r})\n")
+    known = facts(
+        """
+import diffllama, transformers
+for auto, folder in (("AutoTokenizer", "tokenizer"), ("AutoModelForCausalLM", "generation")):
+    facts[f"{folder} untrusted"] = outcome(auto, folder)
+    facts[f"{folder} trusted"] = outcome(auto, folder, trust_remote_code=True)
+""",
+        tmp_path,
+    )
+    assert known["tokenizer trusted"] == known["generation trusted"] == RAN
+    assert known["tokenizer untrusted"].startswith("transformers.")
+    assert known["generation untrusted"].startswith("diffllama.")
+
+
+def commit(work: Path, repository: str, hexadecimal: str, runs: bool = True, code_of: str | None = None) -> None:
+    """Puts a commit of a repository into the Hub's cache and makes it `main`; with code of its own or of another."""
+    cached = work / "hub" / f"models--{repository.replace('/', '--')}"
+    folder = save(cached / "snapshots" / (40 * hexadecimal), runs=runs)
+    if code_of is not None:
+        for file in folder.glob("*.py"):
+            file.unlink()
+        config = json.loads((folder / "config.json").read_text())
+        config["auto_map"] = {name: f"{code_of}--{reference}" for name, reference in config["auto_map"].items()}
+        (folder / "config.json").write_text(json.dumps(config))
+    (cached / "refs").mkdir(exist_ok=True)
+    (cached / "refs" / "main").write_text(40 * hexadecimal)
+
+
+def test_a_commit_pins_the_code_of_its_own_repository_and_of_no_other(tmp_path: Path) -> None:
+    commit(tmp_path, "me/model", "a")
+    commit(tmp_path, "me/model", "b", runs=False)
+    commit(tmp_path, "me/tuned", "c", code_of="me/model")
+    known = facts(
+        """
+sys.modules["diffllama"] = None
+import transformers
+a, c = 40 * "a", 40 * "c"
+for auto in ("AutoModelForCausalLM", "AutoTokenizer"):
+    for name, repository, pin in (
+        ("main", "me/model", {}),
+        ("pinned", "me/model", {"revision": a}),
+        ("code pinned", "me/model", {"code_revision": a}),
+        ("code elsewhere", "me/tuned", {"revision": c}),
+        ("both pinned", "me/tuned", {"revision": c, "code_revision": a}),
+    ):
+        facts[f"{auto} {name}"] = outcome(auto, repository, trust_remote_code=True, **pin)
+""",
+        tmp_path,
+    )
+    pinned = f"transformers_modules.me.model.{40 * 'a'}.modeling_diffllama"
+    for auto in ("AutoModelForCausalLM", "AutoTokenizer"):
+        assert known[f"{auto} main"] == known[f"{auto} code elsewhere"] == RAN
+        assert RAN not in {known[f"{auto} {name}"] for name in ("pinned", "code pinned", "both pinned")}
+    assert {known[f"AutoModelForCausalLM {name}"] for name in ("pinned", "code pinned", "both pinned")} == {pinned}
+
+
+@pytest.mark.parametrize("auto_class", ["AutoConfig", "AutoModelForCausalLM"])
+def test_converting_runs_no_code_of_the_source(auto_class: str, tmp_path: Path) -> None:
+    theirs = save_model(tmp_path / "theirs", LlamaConfig(**SIZES))
+    ours = save(tmp_path / "ours", runs=False)
+    config = json.loads((theirs / "config.json").read_text()) | {"auto_map": {auto_class: "evil.Evil"}}
+    (theirs / "config.json").write_text(json.dumps(config))
+    (theirs / "evil.py").write_text(f"raise SystemExit({RAN!r})\n")
+    made = [
+        convert(theirs, tmp_path / "v2", source="llama"),
+        convert(ours, tmp_path / "stock", target="transformers"),
+    ]
+    for folder in made:
+        assert (folder / "model.safetensors").is_file()
+        assert RAN not in "".join(file.read_text() for file in folder.glob("*.py"))
