@@ -189,7 +189,7 @@ def inherited_metadata(card: Path) -> dict[str, Any]:
 def environment() -> Environment:
     """Where the templates are; a name that a template uses and nobody gives is an error."""
     return Environment(
-        loader=PackageLoader("diffllama.hub_cards"), undefined=StrictUndefined, keep_trailing_newline=True
+        loader=PackageLoader("diffllama.hub_cards", ""), undefined=StrictUndefined, keep_trailing_newline=True
     )
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from yaml import YAMLError
 
-from diffllama.conversion.checkpoints import PICKLES, open_checkpoint, open_file
+from diffllama.conversion.checkpoints import PICKLES, SafetensorsFile, open_checkpoint, open_file
 from diffllama.conversion.transformers_models import TOKENIZER_FILES, expected_tensors
 from diffllama.conversion.weight_map import CheckpointError, check_tensors
 from diffllama.hub_cards.cards import TASKS
@@ -48,6 +48,12 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.file}: {self.message}"
+
+
+def finding(line: str, wrong: bool = True) -> Finding:
+    """What a line says of a file, which it begins with."""
+    file, _, message = line.partition(": ")
+    return Finding(file, message, wrong)
 
 
 def check(folder: Path) -> list[Finding]:
@@ -140,12 +146,14 @@ def check_code(folder: Path) -> Iterator[Finding]:
     try:
         code = hub_code(folder)
     except HubCodeError as error:
-        yield from (Finding(*line.strip().split(": ", 1)) for line in str(error).splitlines()[1:])
+        yield from (finding(line.strip()) for line in str(error).splitlines()[1:])
         return
-    yield from (Finding(*line.split(": ", 1), wrong=False) for line in differences(code))
-    for file in folder.glob("*.py"):
-        if file.name not in code:
-            yield Finding(file.name, "belongs to none of the model's classes", wrong=False)
+    yield from (finding(line, wrong=False) for line in differences(code))
+    for file in sent_files(folder):
+        name = file.relative_to(folder).as_posix()
+        if file.suffix == ".py" and name not in code:
+            runs = ", and runs where this model is trusted to generate" * (name == "custom_generate/generate.py")
+            yield Finding(name, f"belongs to none of the model's classes{runs}", wrong=False)
 
 
 def load_config(folder: Path) -> DiffLlamaConfig | Finding:
@@ -184,10 +192,11 @@ def check_weights(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding]:
     name = index.name if index.is_file() else "model.safetensors"
     try:
         checkpoint = open_checkpoint(folder)
+        files = {tensor: file for tensor, (file, _) in checkpoint.homes.items()}
+        homes = {tensor: file.path.name for tensor, file in files.items() if isinstance(file, SafetensorsFile)}
         check_tensors(checkpoint.tensors, expected_tensors(config), str(folder))
         if index.is_file():
             content = json.loads(index.read_bytes())
-            homes = {tensor: file.path.name for tensor, (file, _) in checkpoint.homes.items()}
             if content["weight_map"] != homes:
                 differing = sorted(dict(content["weight_map"].items() ^ homes.items()))
                 yield Finding(name, f"does not say where these tensors are: {', '.join(differing)}")
@@ -197,10 +206,9 @@ def check_weights(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding]:
     except (CheckpointError, OSError) as error:
         yield from (Finding(name, line.strip()) for line in str(error).splitlines())
         return
-    used = {file.path.name for file, _ in checkpoint.homes.values()}
-    for file in folder.glob("*.safetensors"):
-        if file.name not in used:
-            yield Finding(file.name, "is not among the model's weights", wrong=False)
+    for path in folder.glob("*.safetensors"):
+        if path.name not in homes.values():
+            yield Finding(path.name, "is not among the model's weights", wrong=False)
     if not config.dtype or {tensor.dtype for tensor in checkpoint.tensors.values()} != {config.dtype}:
         found = sorted({str(tensor.dtype) for tensor in checkpoint.tensors.values()})
         yield Finding(name, f"has {', '.join(found)}, and `dtype` in config.json is {config.dtype}", wrong=False)
@@ -255,5 +263,5 @@ def check_card(folder: Path) -> Iterator[Finding]:
     except (ValueError, YAMLError) as error:
         yield Finding(card.name, " ".join(f"the metadata cannot be read: {error}".split()))
         return
-    if not metadata.license:
+    if not metadata.get("license"):
         yield Finding(card.name, "names no licence: `diffllama card --license` does", wrong=False)

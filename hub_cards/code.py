@@ -111,8 +111,12 @@ def unknown_imports(tree: ast.AST, path: Path) -> list[str]:
     """Imports of this package, wherever they stand, and unguarded ones of packages that other machines may lack."""
     found: dict[str, int] = {}
     for node in ast.walk(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level and node.module else []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            names = [node.module]
+        else:
+            continue
         for name in names:
             found.setdefault(name.partition(".")[0], node.lineno)
     faults = [f"line {line}: imports {name}, which is not on the Hub" for name, line in found.items() if name in OURS]

@@ -114,9 +114,10 @@ def training_rows(record: Mapping[str, Any]) -> dict[str, str]:
         rows["steps"] = f"{state['global_step']:,}"
     if "epoch" in state:
         rows["epochs"] = f"{state['epoch']:.4g}"
-    batch = [arguments.get(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
-    if None not in batch and "processes" in record:
-        device, accumulation = batch
+    device, accumulation = (
+        arguments.get(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+    )
+    if device is not None and accumulation is not None and "processes" in record:
         rows["sequences per step"] = (
             f"{device * accumulation * record['processes']:,} ({device} per device × {accumulation} accumulated × "
             f"{record['processes']} processes)"

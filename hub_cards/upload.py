@@ -91,8 +91,9 @@ def push(
 
     Raises:
         FolderError: something is wrong with the folder; all of it is listed.
-        ValueError: the repository or the branch cannot be one, or the repository is public and should be private, does not exist and should, or is no model's of ours;
-            or its card was edited both there and in the folder.
+        ValueError: the names cannot be those of a repository and a branch; or the repository is public and should be
+            private, does not exist and should, or is no model's of ours; or its card was edited both there and in the
+            folder.
         PermissionError: there is no token.
         huggingface_hub.errors.HfHubHTTPError: the Hub refuses.
     """
@@ -138,6 +139,7 @@ def push(
     if revision is not None and not create_pr and not revision.startswith("refs/"):
         api.create_branch(repo, branch=revision, exist_ok=True)
     before = api.model_info(repo, revision=None if create_pr else revision).sha
+    operations: list[CommitOperationAdd | CommitOperationDelete]
     operations = [CommitOperationAdd(name, file) for name, file in sent.items()]
     operations += [CommitOperationDelete(name) for name in removed]
     what = "code" if code_only else "model"

@@ -5,16 +5,24 @@
 import json
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+from rich.table import Column, Table
+from rich.text import Text
 
 from diffllama import __version__
 from diffllama.choices import TARGETS, DType, Pairing, Source, Variant
 
+
+if TYPE_CHECKING:
+    from diffllama.hub_cards.checks import Finding
+    from diffllama.hub_cards.upload import Shipment
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -34,6 +42,27 @@ def diffllama(
     ] = False,
 ) -> None:
     """Differential attention as a Hugging Face model."""
+
+
+@contextmanager
+def writing(then: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows how many bytes of weights are written, by the function that it gives, and then `then`."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=err) as bar:
+        task = bar.add_task("Writing weights", total=None, visible=False)
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, visible=True)
+            if done == total:
+                bar.update(task, description=then)
+
+        yield show
 
 
 @app.command()
@@ -76,21 +105,7 @@ def convert(
     from diffllama.conversion import convert as run  # takes seconds to import
 
     logging.disable_progress_bar()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=err) as bar:
-        task = bar.add_task("Writing weights", total=None, visible=False)
-
-        def show(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, visible=True)
-            if done == total:
-                bar.update(task, description="Weights written; comparing" if verify is not False else "Weights written")
-
+    with writing("Weights written; comparing" if verify is not False else "Weights written") as show:
         folder = run(
             src,
             dest,
@@ -111,6 +126,137 @@ def convert(
     err.print(f"Wrote {folder}", markup=False)
 
 
+License = Annotated[str | None, typer.Option("--license", help="The model's licence, as the Hub calls it: apache-2.0.")]
+BaseModel = Annotated[list[str] | None, typer.Option("--base-model", help="What it was fine-tuned from: owner/name.")]
+Dataset = Annotated[list[str] | None, typer.Option("--dataset", help="What it was trained on, on the Hub.")]
+Language = Annotated[list[str] | None, typer.Option("--language", help="Of its texts: en.")]
+Results = Annotated[
+    list[Path] | None, typer.Option("--results", help="Result file of lm-eval, or a folder with some. May be repeated.")
+]
+
+
+def told(
+    licence: str | None, base_model: list[str] | None, dataset: list[str] | None, language: list[str] | None
+) -> dict[str, Any]:
+    """The options that go into a card's metadata."""
+    lists = {"base_model": base_model, "datasets": dataset, "language": language}
+    single = {
+        name: values[0] if len(values) == 1 and name != "datasets" else values
+        for name, values in lists.items()
+        if values
+    }
+    return ({"license": licence} if licence else {}) | single
+
+
+@app.command()
+def export(
+    src: Annotated[Path, typer.Argument(metavar="SRC", help="Folder with a model of ours.")],
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="Folder to make.")],
+    licence: License = None,
+    base_model: BaseModel = None,
+    dataset: Dataset = None,
+    language: Language = None,
+    results: Results = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DEST if it is a model folder.")] = False,
+    max_shard_size: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",
+) -> None:
+    """Make a complete Hub folder of a model: of save_pretrained, a Trainer, a merged PEFT model or a conversion.
+
+    DEST gets the model's code, so that it loads anywhere with trust_remote_code=True, and a card. It appears complete
+    and checked, or not at all.
+    """
+    err.print(f"Reading {src}", markup=False)
+    from diffllama.hub_cards import check as look
+    from diffllama.hub_cards import export as run  # takes seconds to import
+
+    with writing("Weights written") as show:
+        folder = run(
+            src,
+            dest,
+            metadata=told(licence, base_model, dataset, language),
+            results=results or (),
+            overwrite=overwrite,
+            max_shard_size=max_shard_size,
+            progress=show,
+        )
+    show_findings(look(folder))
+    err.print(f"Wrote {folder}", markup=False)
+
+
+@app.command()
+def card(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with a model of ours.")],
+    licence: License = None,
+    base_model: BaseModel = None,
+    dataset: Dataset = None,
+    language: Language = None,
+    results: Results = None,
+) -> None:
+    """Write or update the card of a model (README.md) from the facts in its folder.
+
+    What somebody wrote into the card stays, also in the sections that this command writes.
+    """
+    from diffllama.hub_cards import write_card
+
+    for name in write_card(folder, metadata=told(licence, base_model, dataset, language), results=results or ()):
+        err.print(f"Left as it is, for it was edited: the section {name}", markup=False)
+    err.print(f"Wrote {folder / 'README.md'}", markup=False)
+
+
+@app.command()
+def check(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with a model of ours.")]) -> None:
+    """Check a folder before it is published. Nothing in it is run.
+
+    Every file loads, the code is this package's or it is said how it differs, the weights are those that the
+    configuration asks for, and there are no pickles, secrets or paths of this machine.
+    """
+    from diffllama.hub_cards import check as run
+
+    findings = run(folder)
+    show_findings(findings)
+    wrong = sum(finding.wrong for finding in findings)
+    if wrong:
+        err.print(f"[red]Not fit to be published[/red]: {wrong} wrong")
+        raise typer.Exit(1)
+    err.print(f"Fit to be published: {folder}", markup=False)
+
+
+def show_findings(findings: "list[Finding]") -> None:
+    """Prints what `check` found, a line each."""
+    for finding in sorted(findings, key=lambda finding: not finding.wrong):
+        err.print("[red]wrong[/red] " if finding.wrong else "note  ", end="")
+        err.print(str(finding), markup=False)
+
+
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that `export` made.")],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="Repository owner/name; made if it does not exist.")],
+    private: Annotated[bool, typer.Option("--private", help="Make it private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch; made if it does not exist.")] = None,
+    code_only: Annotated[
+        bool, typer.Option("--code-only", help="Update the code of a model on the Hub; its weights stay as they are.")
+    ] = False,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Make a pull request.")] = False,
+) -> None:
+    """Check a folder and send it to the Hub. Repeated, a push that broke off goes on."""
+    from diffllama.hub_cards import push as run
+
+    def show(shipment: "Shipment") -> None:
+        show_findings(shipment.findings)
+        table = Table("file", Column("bytes", justify="right"), box=None)
+        for name, size in shipment.files.items():
+            table.add_row(Text(name), f"{size:,}")
+        for name in shipment.removed:
+            table.add_row(Text(name), "removed")
+        err.print(table)
+        where = f"{'new ' * shipment.new}{'private' if shipment.private else 'public'} repository {shipment.repo}"
+        err.print(f"Sending to the {where}" + f", branch {shipment.revision}" * bool(shipment.revision), markup=False)
+
+    done = run(folder, repo, private=private, revision=revision, code_only=code_only, create_pr=create_pr, show=show)
+    err.print(f"Sent: {done.pr_url or done.commit_url}", markup=False)
+
+
 def main() -> None:
     """Runs the command line: one line for an error (a list if there are several), no traceback, exit status 1."""
     for name in ("SIGTERM", "SIGHUP"):  # end like an error, so that unfinished files are removed
@@ -122,6 +268,7 @@ def main() -> None:
     except Exception as error:
         # Whatever a library raises on a broken file is the user's news, not a bug report.
         err.print(f"[red]Error:[/red] {type(error).__name__}: ", end="")
-        text = str(error) if type(error).__name__ == "CheckpointError" else " ".join(str(error).split())
+        listed = ("CheckpointError", "FolderError", "HubCodeError")
+        text = str(error) if type(error).__name__ in listed else " ".join(str(error).split())
         err.print(text or "no message", markup=False)
         sys.exit(1)

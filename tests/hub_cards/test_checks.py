@@ -236,6 +236,14 @@ class TestWeights:
         ]
 
 
+    def test_pickled_weights_are_wrong_and_nothing_else_is(self, tmp_path: Path) -> None:
+        tiny_model().save_pretrained(tmp_path)
+        torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+        (tmp_path / "model.safetensors").unlink()
+        (found,) = findings(tmp_path)
+        assert found.startswith("pytorch_model.bin: is a pickle")
+
+
 class TestTokenizerAndGeneration:
     def test_more_tokens_than_the_model_has_are_wrong(self, folder: Path) -> None:
         tokenizer = tiny_tokenizer()

@@ -204,7 +204,9 @@ def test_code_and_auto_map_of_another_repository_are_replaced(source: Path, tmp_
 def test_places_on_this_machine_are_forgotten(source: Path, tmp_path: Path) -> None:
     file = source / "tokenizer_config.json"
     settings = json.loads(file.read_text())
-    file.write_text(json.dumps(settings | {"name_or_path": "/home/me/model", "tokenizer_file": "/home/me/x.json"}))
+    file.write_text(
+        json.dumps(settings | {"name_or_path": "/home/me/model", "special_tokens_map_file": "/home/me/x.json"})
+    )
     folder = export(source, tmp_path / "dest")
     exported = json.loads((folder / "tokenizer_config.json").read_text())
     assert exported.items() <= settings.items()

@@ -3,18 +3,23 @@ import subprocess
 import sys
 from importlib.metadata import entry_points, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from llamas import REFUSALS, Refusal, llama, prepared, snapshot
 from safetensors.torch import load_file
+from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import diffllama
 from diffllama import DiffLlamaForCausalLM
 from diffllama.cli import app, main
+from diffllama.hub_cards.checks import Finding
+from diffllama.hub_cards.upload import Shipment
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
@@ -40,7 +45,7 @@ def error_of(err: str) -> str:
     """Checks that stderr ends in one error, a line or, where it lists several faults, more. Returns it."""
     lines = [line for line in err.splitlines() if line.strip()]
     (start,) = [i for i, line in enumerate(lines) if line.startswith("Error: ")]
-    assert start == len(lines) - 1 or lines[start].startswith("Error: CheckpointError: ")
+    assert start == len(lines) - 1 or re.match("Error: (CheckpointError|FolderError): ", lines[start])
     assert all(line.startswith("  ") for line in lines[start + 1 :])
     return "\n".join(lines[start:])
 
@@ -166,6 +171,104 @@ def test_every_option_reaches_the_conversion(
     assert (given["source"], given["target"], given["verify"], given["dtype"]) == (None, "unilm-v2", None, "auto")
 
 
+class TestHubFolders:
+    @pytest.fixture
+    def ours(self, tmp_path: Path) -> Path:
+        tiny_model("v1").save_pretrained(tmp_path / "ours")
+        return tmp_path / "ours"
+
+    def test_export_check_and_card_say_what_they_did(
+        self, ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        dest = tmp_path / "[red] dest"
+        options = [
+            "--license",
+            "mit",
+            "--base-model",
+            "a/b",
+            "--dataset",
+            "c/d",
+            "--dataset",
+            "e/f",
+            "--language",
+            "en",
+        ]
+        status, err = call(capsys, "export", ours, dest, *options)
+        assert (status, err.splitlines()[-1]) == (0, f"Wrote {dest}")
+        assert "note  tokenizer.json: is not there" in err
+        data = ModelCard.load(dest / "README.md").data
+        assert (data.license, data.base_model, data.datasets, data.language) == ("mit", "a/b", ["c/d", "e/f"], "en")
+        status, err = call(capsys, "check", dest)
+        assert (status, err.splitlines()[-1]) == (0, f"Fit to be published: {dest}")
+
+        card = dest / "README.md"
+        card.write_text(card.read_text().replace("## Limits\n", "## Limits\n\nIt bites.\n"))
+        status, err = call(capsys, "card", dest, "--license", "apache-2.0")
+        assert (status, err.splitlines()) == (
+            0,
+            ["Left as it is, for it was edited: the section limits", f"Wrote {card}"],
+        )
+        assert "It bites." in card.read_text()
+        assert ModelCard.load(card).data.license == "apache-2.0"
+
+        (dest / "x.json").write_text('{"hub_token": "abc"}')
+        status, err = call(capsys, "check", dest)
+        assert status == 1
+        assert "wrong x.json: `hub_token` holds a secret\n" in err
+        assert err.splitlines()[-1] == "Not fit to be published: 1 wrong"
+
+    def test_what_is_wrong_is_an_error_and_changes_nothing(
+        self, ours: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (ours / "README.md").write_text("hf_abcdefghijklmnopqrstuvwxyz")
+        before = snapshot(tmp_path)
+        nowhere, dest = tmp_path / "nowhere", tmp_path / "dest"
+        for command, told in {
+            ("export", source, dest): "`model_type` of the source must be one of 'diff_llama', got 'llama'",
+            ("export", nowhere, dest): "nowhere does not exist",
+            ("export", ours, ours / "dest"): "overlap",
+            ("export", ours, dest): "README.md: holds a Hugging Face token",
+            ("export", ours, dest, "--max-shard-size", "much"): "`max_shard_size` must be a number of bytes",
+            ("check", nowhere): "nowhere is no folder",
+            ("card", nowhere): "nowhere does not exist",
+            ("card", source): "got 'llama'",
+            ("card", ours, "--results", nowhere): "nowhere is no file, and no folder with result files",
+            ("push", ours, "me/model"): "README.md: holds a Hugging Face token",
+            ("push", nowhere, "me/model"): "nowhere is no folder",
+            ("push", ours, "model"): "must be `owner/name`, got 'model'",
+        }.items():
+            status, err = call(capsys, *command)
+            assert status == 1, command
+            assert told in error_of(err), command
+            assert snapshot(tmp_path) == before, command
+
+    def test_every_option_reaches_the_push(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given: dict[str, Any] = {}
+
+        def push(folder: Path, repo: str, show: Any, **options: Any) -> Any:
+            given.update(options, folder=folder, repo=repo)
+            findings = [Finding("a.py", "[b]differs[/b]", wrong=False)]
+            show(Shipment(repo, "dev", False, True, {"[b]a.py": 1234}, ["model.safetensors"], findings))
+            return SimpleNamespace(pr_url=None, commit_url="http://localhost/commit")
+
+        monkeypatch.setattr("diffllama.hub_cards.upload.push", push)
+        status, err = call(
+            capsys, "push", "dir", "me/model", "--private", "--revision=dev", "--code-only", "--create-pr"
+        )
+        assert status == 0
+        assert given == {
+            "folder": Path("dir"), "repo": "me/model", "private": True, "revision": "dev", "code_only": True,
+            "create_pr": True,
+        }  # fmt: skip
+        assert "note  a.py: [b]differs[/b]" in err
+        assert re.search(r"\[b\]a\.py +1,234", err)
+        assert re.search(r"model\.safetensors +removed", err)
+        assert "Sending to the private repository me/model, branch dev\n" in err
+        assert err.splitlines()[-1] == "Sent: http://localhost/commit"
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -212,7 +315,11 @@ def test_a_wrong_command_line_is_told_what_is_wrong(arguments: list[str], told: 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--help"], ("convert", "--version")),
+        (["--help"], ("convert", "export", "card", "check", "push", "--version")),
+        (["export", "--help"], ("SRC", "DEST", "--license", "--base-model", "--dataset", "--results", "--overwrite")),
+        (["card", "--help"], ("DIR", "--license", "--base-model", "--dataset", "--results")),
+        (["check", "--help"], ("DIR", "pickles")),
+        (["push", "--help"], ("DIR", "REPO", "--private", "--revision", "--code-only", "--create-pr")),
         (
             ["convert", "--help"],
             (

@@ -1,0 +1,272 @@
+"""A model's way to the Hub and back, with the real client: the README's section "Publish", and what follows from it."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub import Hub
+from safetensors.torch import load_file
+from test_readme import PUBLISH, ROOT
+from tiny import EVERY_FEATURE, tiny_model, tiny_tokenizer
+
+from diffllama import DiffLlamaForCausalLM
+
+
+pytestmark = pytest.mark.xdist_group("publishing")
+
+SECTION = next(
+    section
+    for section in re.split(r"(?m)^## ", (ROOT / "README.md").read_text(encoding="utf-8"))
+    if section.startswith(PUBLISH)
+)
+(COMMANDS,), (CODE,) = (re.findall(rf"```{language}\n(.*?)```", SECTION, re.DOTALL) for language in ("sh", "python"))
+LINES = [line.partition(" #")[0].split() for line in COMMANDS.splitlines()]
+
+SIZE = {"vocab_size": 6144, "hidden_size": 256}  # so that the client, which writes 10 MiB at a time, resumes a download
+NEWER = "\nNEWER = True\n"
+
+COMMAND = """
+import json, sys
+from diffllama.cli import main
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["diffllama", *words[1:]]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, words
+"""
+
+FRESH = """
+import json, os, sys
+sys.modules["diffllama"] = None  # from here on importing it fails
+import torch, transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+torch.set_num_threads(1)
+tensors, facts, ids = {}, {}, torch.arange(1, 14)[None]
+def look(name, model):
+    with torch.no_grad():
+        tensors[name] = model.eval()(ids).logits
+    module = sys.modules[type(model).__module__]
+    helper = sys.modules[module.__name__.rpartition(".")[0] + ".differential_attention"]
+    facts[name] = [module.__name__, hasattr(helper, "NEWER")]
+    return model
+def done():
+    save_file(tensors, "tensors.safetensors")
+    with open("facts.json", "w") as file:
+        json.dump(facts, file)
+"""
+
+LOAD = f"""
+{CODE}
+look("readme", generator.model)
+written = generator("w6 w7 w8", max_new_tokens=8, do_sample=False, return_tensors=True)
+facts["written"] = written[0]["generated_token_ids"]
+
+first, newest = sys.argv[1:]
+trusted = {{"trust_remote_code": True}}
+look("newest", AutoModelForCausalLM.from_pretrained("user/name", **trusted))
+look("pinned", AutoModelForCausalLM.from_pretrained("user/name", revision=first, **trusted))
+look("newer code", AutoModelForCausalLM.from_pretrained("user/name", revision=first, code_revision=newest, **trusted))
+
+from huggingface_hub import snapshot_download
+look("snapshot", AutoModelForCausalLM.from_pretrained(snapshot_download("user/name"), **trusted))
+
+model = AutoModelForCausalLM.from_pretrained("user/name", **trusted)
+loss = model(ids, labels=ids).loss
+loss.backward()
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter -= 0.1 * parameter.grad
+look("tuned", model)
+model.push_to_hub("user/tuned")
+AutoTokenizer.from_pretrained("user/name", **trusted).push_to_hub("user/tuned")
+done()
+"""
+
+ELSEWHERE = """
+look("tuned", AutoModelForCausalLM.from_pretrained("user/tuned", trust_remote_code=True))
+generator = transformers.pipeline("text-generation", "user/tuned", trust_remote_code=True)
+look("pipeline", generator.model)
+for name in ("user/name", "user/nothing"):
+    try:
+        AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
+    except OSError as error:
+        facts[name] = str(error)
+try:
+    AutoModelForCausalLM.from_pretrained("user/tuned", trust_remote_code=False)
+except ValueError as error:
+    facts["untrusted"] = str(error)
+done()
+"""
+
+OFFLINE = """
+look("newest", AutoModelForCausalLM.from_pretrained("user/name", trust_remote_code=True))
+look("pinned", AutoModelForCausalLM.from_pretrained("user/name", revision=sys.argv[1], trust_remote_code=True))
+AutoTokenizer.from_pretrained("user/name", trust_remote_code=True)
+done()
+"""
+
+
+@dataclass
+class Answer:
+    """What a process computed, what it noticed, and how many requests it made."""
+
+    tensors: dict[str, torch.Tensor]
+    facts: dict[str, Any]
+    requests: list[Any]
+
+
+@dataclass
+class Story:
+    """What was published, and what processes on other machines made of it."""
+
+    hub: Hub
+    folder: Path
+    first: str
+    newest: str
+    output: str
+    answers: dict[str, Answer]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    work = tmp_path_factory.mktemp("publishing")
+    tiny_model("v2", **SIZE, **EVERY_FEATURE).save_pretrained(work / "path/to/checkpoint")
+    tiny_tokenizer().save_pretrained(work / "path/to/checkpoint")
+    (work / "path/to/lm-eval-results").mkdir()
+    results = {"results": {"piqa": {"acc,none": 0.75}}, "n-shot": {"piqa": 0}, "lm_eval_version": "0.4.13"}
+    (work / "path/to/lm-eval-results/results_1.json").write_text(json.dumps(results))
+
+    with Hub() as hub:
+
+        def run(code: str, *arguments: str, home: str, token: str | None = None, offline: bool = False) -> str:
+            (work / home).mkdir(exist_ok=True)
+            process = subprocess.run(
+                [sys.executable, "-c", code, *arguments],
+                env=hub.environment(work / home, token) | {"HF_HUB_OFFLINE": str(int(offline))},
+                cwd=work if code is COMMAND else work / home,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
+            )
+            assert process.returncode == 0, process.stderr[-4000:]
+            return process.stderr
+
+        def fresh(code: str, *arguments: str, home: str, **options: Any) -> Answer:
+            before = len(hub.requests)
+            run(FRESH + code, *arguments, home=home, **options)
+            facts = json.loads((work / home / "facts.json").read_text())
+            return Answer(load_file(work / home / "tensors.safetensors"), facts, hub.requests[before:])
+
+        output = run(COMMAND, json.dumps(LINES[:4]), home="publisher", token="hf_user")
+        folder = work / "path/to/hub-folder"
+        repository = hub.repositories["user/name"]
+        first = repository.refs["main"]
+        shutil.copytree(folder, work / "published")
+        with (folder / "differential_attention.py").open("a") as file:
+            file.write(NEWER)
+        output += run(COMMAND, json.dumps(LINES[4:]), home="publisher", token="hf_user")
+        newest = repository.refs["main"]
+
+        hub.cut_after = 11_000_000
+        answers = {"load": fresh(LOAD, first, newest, home="machine", token="hf_user")}
+        answers["elsewhere"] = fresh(ELSEWHERE, home="elsewhere")
+        answers["offline"] = fresh(OFFLINE, first, home="machine", token="hf_user", offline=True)
+        yield Story(hub, work / "published", first, newest, output, answers)
+
+
+@pytest.fixture(scope="module")
+def expected(story: Story) -> torch.Tensor:
+    """What the package computes with what was exported."""
+    with torch.no_grad():
+        return DiffLlamaForCausalLM.from_pretrained(story.folder)(torch.arange(1, 14)[None]).logits
+
+
+def test_the_readmes_commands_publish_a_private_model_with_its_facts(story: Story) -> None:
+    repository = story.hub.repositories["user/name"]
+    assert repository.private
+    assert set(repository.files(story.first)) == {".gitattributes", *(file.name for file in story.folder.iterdir())}
+    card = repository.files(story.first)["README.md"].decode()
+    assert "| piqa | acc | 0.7500 | 0 |" in card
+    assert "license: apache-2.0" in card
+    assert "- user/data" in card
+    assert "Fit to be published: path/to/hub-folder" in story.output
+    assert "Sending to the new private repository user/name" in story.output
+    assert re.search(r"model\.safetensors +\d\d,\d{3},\d{3}", story.output)
+
+
+@pytest.mark.parametrize("name", ["readme", "newest", "pinned", "newer code", "snapshot"])
+def test_a_process_that_never_heard_of_us_computes_the_packages_bits(
+    name: str, story: Story, expected: torch.Tensor
+) -> None:
+    assert torch.equal(story.answers["load"].tensors[name], expected)
+    assert story.answers["load"].facts[name][0].startswith("transformers_modules.")
+
+
+def test_a_commit_pins_code_and_weights_and_newer_code_can_go_with_older_weights(story: Story) -> None:
+    newer = {name: fact[1] for name, fact in story.answers["load"].facts.items() if name != "written"}
+    assert newer == {
+        "readme": True, "newest": True, "pinned": False, "newer code": True, "snapshot": True, "tuned": True,
+    }  # fmt: skip
+    files = {commit: story.hub.repositories["user/name"].files(commit) for commit in (story.first, story.newest)}
+    differing = {name for name, content in files[story.first].items() if content != files[story.newest][name]}
+    assert differing == {"differential_attention.py", "README.md"}
+
+
+def test_a_download_that_was_cut_goes_on(story: Story) -> None:
+    ranges = [request.range for request in story.answers["load"].requests if request.range]
+    assert "bytes=10485760-" in ranges
+
+
+def test_a_pipeline_writes_what_the_package_writes(story: Story) -> None:
+    model = DiffLlamaForCausalLM.from_pretrained(story.folder)
+    prompt = torch.tensor([[6, 7, 8]])
+    mine = model.generate(prompt, max_new_tokens=8, do_sample=False)[0].tolist()
+    assert len(mine) == 11
+    assert story.answers["load"].facts["written"] == mine
+
+
+def test_a_fine_tune_in_a_second_repository_is_loaded_from_there_alone(story: Story, expected: torch.Tensor) -> None:
+    tuned, there = story.answers["load"].tensors["tuned"], story.answers["elsewhere"]
+    assert not torch.equal(tuned, expected)
+    assert torch.equal(there.tensors["tuned"], tuned)
+    assert torch.equal(there.tensors["pipeline"], tuned)
+    assert there.facts["tuned"][0].startswith("transformers_modules.user.tuned.")
+    before = [request.path for request in there.requests]
+    before = before[: next(i for i, path in enumerate(before) if "user/name" in path)]
+    assert sum("user/tuned" in path for path in before) > 5
+
+
+def test_a_private_repository_without_a_token_is_a_clear_error(story: Story) -> None:
+    for name in ("user/name", "user/nothing"):
+        error = story.answers["elsewhere"].facts[name]
+        assert f"{name} is not a local folder and is not a valid model identifier" in error
+        assert "private repository" in error
+        assert "token" in error
+
+
+def test_without_trust_the_error_says_what_to_do(story: Story) -> None:
+    assert "Please pass the argument `trust_remote_code=True`" in story.answers["elsewhere"].facts["untrusted"]
+
+
+def test_offline_the_cache_serves_both_commits(story: Story, expected: torch.Tensor) -> None:
+    offline = story.answers["offline"]
+    assert offline.requests == []
+    assert torch.equal(offline.tensors["newest"], expected)
+    assert torch.equal(offline.tensors["pinned"], expected)
+    assert (offline.facts["newest"][1], offline.facts["pinned"][1]) == (True, False)
+
+
+def test_every_request_was_one_that_the_hub_knows(story: Story) -> None:
+    assert [request for request in story.hub.requests if request.status == 501] == []
