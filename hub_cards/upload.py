@@ -17,6 +17,7 @@ from huggingface_hub import (
     HfApi,
     ModelCard,
     ModelInfo,
+    RepoFile,
     get_token,
 )
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
@@ -138,7 +139,6 @@ def push(
         api.create_repo(repo, private=private)
     if revision is not None and not create_pr and not revision.startswith("refs/"):
         api.create_branch(repo, branch=revision, exist_ok=True)
-    before = api.model_info(repo, revision=None if create_pr else revision).sha
     operations: list[CommitOperationAdd | CommitOperationDelete]
     operations = [CommitOperationAdd(name, file) for name, file in sent.items()]
     operations += [CommitOperationDelete(name) for name in removed]
@@ -146,8 +146,8 @@ def push(
     message = f"Upload {what} with diffllama {__version__}"
     commit = api.create_commit(repo, operations, commit_message=message, revision=revision, create_pr=create_pr)
 
-    pin = commit.oid
-    if commit.oid == before and (pinned := pinned_revision(on_hub)):
+    pin, pinned = commit.oid, pinned_revision(on_hub)
+    if pinned is not None and files_at(api, repo, pinned) == files_at(api, repo, pin):
         pin = pinned  # nothing was new
     if code_only:
         text = repinned(on_hub, pin)
@@ -173,6 +173,15 @@ def find(api: HfApi, repo: str, revision: str | None) -> ModelInfo | None:
             return api.model_info(repo)
     except RepositoryNotFoundError:
         return None
+
+
+def files_at(api: HfApi, repo: str, revision: str) -> dict[str, str]:
+    """Path -> hash of the files of a commit, but for its card. Empty if there is no such commit."""
+    try:
+        entries = list(api.list_repo_tree(repo, recursive=True, revision=revision))
+    except RevisionNotFoundError:
+        return {}
+    return {entry.path: entry.blob_id for entry in entries if isinstance(entry, RepoFile) and entry.path != "README.md"}
 
 
 def read_remote(api: HfApi, repo: str, name: str, revision: str | None) -> str:

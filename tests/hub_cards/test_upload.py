@@ -10,7 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model, tiny_tokenizer
 
-from diffllama.hub_cards import code, export, push
+from diffllama.hub_cards import code, export, push, upload
 from diffllama.hub_cards.cards import is_as_written, pinned_revision
 from diffllama.hub_cards.checks import FolderError
 from diffllama.hub_cards.upload import Shipment
@@ -107,6 +107,19 @@ class TestPush:
         push(folder, REPO)
         assert len([request for request in hub.requests[before:] if request.method == "PUT"]) == shards - 1
         assert "config.json" in pushed(hub).files()
+
+    def test_a_push_that_broke_off_before_the_card_pins_what_it_sent(
+        self, hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        push(folder, REPO)
+        change_weights(folder)
+        with monkeypatch.context() as patch:
+            patch.setattr(upload, "files_at", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                push(folder, REPO)
+        sent = pushed(hub).refs["main"]
+        push(folder, REPO)
+        assert pinned_revision(readme(hub)) == sent
 
     def test_weights_that_the_folder_no_longer_has_are_removed_and_nothing_else(
         self, hub: Hub, folder: Path, tmp_path: Path
