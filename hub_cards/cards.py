@@ -14,6 +14,7 @@ from importlib.metadata import requires
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -92,17 +93,20 @@ class Facts:
         return self.conversion is None or self.conversion["result"]["format"] == self.config.model_type
 
 
-def cache_bytes(config: "DiffLlamaConfig", itemsize: int, tokens: int = 1024) -> int:
-    """Bytes of keys and values of so many tokens in a cache, in all layers.
+def cache_bytes(facts: Facts, tokens: int, sliding: bool = False) -> int:
+    """Bytes of keys and values of so many tokens in a cache, in the dtype of the weights.
 
     Args:
-        config: our configuration.
-        itemsize: bytes of a number.
-        tokens: how many; fewer than a sliding window, if there is one.
+        facts: the model.
+        tokens: how many.
+        sliding: whether in its layers with a sliding window, or in those without one.
     """
-    assert config.num_key_value_heads is not None  # set when the configuration is made
-    assert config.head_dim is not None
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize * tokens
+    layer_type = "sliding_attention" if sliding else "full_attention"
+    layers, heads, width = (facts.config.layer_types or []), facts.config.num_key_value_heads, facts.config.head_dim
+    assert heads is not None  # set when the configuration is made, as is the next
+    assert width is not None
+    numbers = 2 * layers.count(layer_type) * heads * width * tokens
+    return numbers * getattr(torch, facts.dtype).itemsize
 
 
 def model_card(
@@ -167,7 +171,7 @@ def model_card(
         datasets=as_list(metadata.get("datasets")),
         heads=config.num_attention_heads // 2,
         sliding=(config.layer_types or []).count("sliding_attention"),
-        cache=f"{cache_bytes(config, 2 if '16' in facts.dtype else 4) / 2**20:.4g} MiB",
+        mebibytes=lambda tokens, sliding=False: f"{cache_bytes(facts, tokens, sliding) / 2**20:.4g}",
     )  # fmt: skip
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text.strip()}\n")
 

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from huggingface_hub import ModelCard
-from tiny import EVERY_FEATURE, VARIANTS, tiny_config
+from tiny import EVERY_FEATURE, VARIANTS, tiny_config, tiny_model, tokens
 
 from diffllama.hub_cards.cards import (
     TASKS,
@@ -194,19 +195,22 @@ class TestText:
         assert "under Apache-2.0 (LICENSE-CODE). The model's licence is llama3." in text
 
 
-@pytest.mark.parametrize(("variant", "itemsize"), [("v1", 2), ("v2", 4)])
-def test_the_memory_of_a_cache_is_that_of_its_tensors(variant: str, itemsize: int) -> None:
-    import torch
-    from tiny import tiny_model, tokens
-
-    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
-    model = tiny_model(variant, dtype)
-    with torch.no_grad():
-        cache = model(tokens(1, 64), use_cache=True).past_key_values
-    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert cache_bytes(model.config, itemsize, tokens=64) == held
+@pytest.mark.parametrize("fields", [{}, EVERY_FEATURE], ids=["plain", "every feature"])
+@pytest.mark.parametrize(("variant", "dtype"), [("v1", torch.bfloat16), ("v2", torch.float32)])
+@torch.no_grad()
+def test_the_memory_of_a_cache_is_that_of_its_tensors(variant: str, dtype: torch.dtype, fields: dict[str, Any]) -> None:
+    model = tiny_model(variant, dtype, **fields)
     known = Facts(model.config, 1, str(dtype).removeprefix("torch."))
-    assert f"takes {held * 16 / 2**20:g} MiB per 1,024 tokens" in model_card(known, "model").text
+    held = [layer.keys.nbytes + layer.values.nbytes for layer in model(tokens(1, 64)).past_key_values.layers]
+    slides = [layer_type == "sliding_attention" for layer_type in model.config.layer_types]
+    full = sum(nbytes for nbytes, sliding in zip(held, slides, strict=True) if not sliding)
+    assert cache_bytes(known, tokens=64) == full
+    text = model_card(known, "model").text
+    assert f"takes {full * 16 / 2**20:g} MiB per 1,024 tokens" in text
+    assert ("sliding window (1) take" in text) == any(slides)
+    if any(slides):
+        window = sum(held) - full
+        assert cache_bytes(known, tokens=4, sliding=True) == window  # the fifth is the token that looks back
 
 
 class TestMetadata:

@@ -235,7 +235,6 @@ class TestWeights:
             "model.safetensors.index.json: has torch.float32, and `dtype` in config.json is torch.bfloat16",
         ]
 
-
     def test_pickled_weights_are_wrong_and_nothing_else_is(self, tmp_path: Path) -> None:
         tiny_model().save_pretrained(tmp_path)
         torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
