@@ -18,7 +18,14 @@ from transformers import PreTrainedConfig
 
 from diffllama import __version__
 from diffllama.choices import DTYPES, SOURCES, TARGETS
-from diffllama.conversion.checkpoints import NAMES, Checkpoint, Progress, write_shards
+from diffllama.conversion.checkpoints import (
+    NAMES,
+    Checkpoint,
+    Progress,
+    fingerprint,
+    open_checkpoint,
+    write_shards,
+)
 from diffllama.conversion.output_folder import check_apart, check_free, new_folder
 from diffllama.conversion.recipes import Recipe, find_recipe
 from diffllama.conversion.transformers_models import (
@@ -127,7 +134,11 @@ def convert(
             "source": {"format": source or DiffLlamaConfig.model_type, "model_type": opened.config.model_type}
             | origin(src)
             | {"index_sha256": checkpoint.index_sha256},
-            "result": {"format": target or DiffLlamaConfig.model_type, "variant": ours.diff_variant},
+            "result": {
+                "format": target or DiffLlamaConfig.model_type,
+                "variant": ours.diff_variant,
+                "fingerprint": fingerprint(open_checkpoint(next(folder.glob("*.safetensors")) if part else folder)),
+            },
             "options": {"variant": variant, "pairing": pairing, "dtype": dtype},
             "verification": verification,
         }

@@ -148,6 +148,19 @@ class Checkpoint:
         del self.tensors[name]
 
 
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """SHA-256 of the tensors' names, shapes and first values: equal weights have one, trained ones have another."""
+    digest = hashlib.sha256()
+    for name, (file, inside) in sorted(checkpoint.homes.items(), key=lambda item: item[0]):
+        digest.update(f"{name} {list(file.tensors[inside].shape)} ".encode())
+        if isinstance(file, SafetensorsFile):
+            begin, end = file.ranges[inside]
+            with file.path.open("rb") as opened:
+                opened.seek(begin)
+                digest.update(opened.read(min(end - begin, 4096)))
+    return digest.hexdigest()
+
+
 def open_checkpoint(src: Path) -> Checkpoint:
     """Opens weights. Values are read later, except those of pickles too old to be mapped into memory.
 

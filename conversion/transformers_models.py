@@ -3,6 +3,7 @@
 """Checkpoints that transformers loads, as sources and as results of a conversion: stock models and our own."""
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from functools import cached_property
@@ -56,8 +57,8 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     if config.model_type == DiffLlamaConfig.model_type and config.architectures:
         names = {reference.partition(".")[2]: auto_class for auto_class, reference in AUTO_MAP.items()}
         model_class = getattr(transformers, names.get(config.architectures[0], "AutoModelForCausalLM"))
-    with torch.device("meta"):
-        return model_class.from_config(config)
+    with torch.device("meta"):  # whatever attention the configuration asks for might have to be fetched
+        return model_class.from_config(config, attn_implementation="eager")
 
 
 def expected_tensors(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
@@ -68,10 +69,23 @@ def expected_tensors(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def leads_out(file: Path, folder: Path) -> bool:
+    """Whether a file of a folder is a link to outside of it. In the Hub's cache, files are links to its blobs."""
+    folder, target = folder.resolve(), file.resolve()
+    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    return not (target.is_relative_to(folder) or target.is_relative_to(blobs))
+
+
 def copy_companions(src: Path, folder: Path) -> None:
-    """Copies the files of a folder `src` that `COMPANIONS` names, but for the licence of our code."""
+    """Copies the files of a folder `src` that `COMPANIONS` names, but for the licence of our code.
+
+    Raises:
+        ValueError: one of them is a link out of the folder.
+    """
     for pattern in COMPANIONS:
         for file in src.glob(pattern):
+            if leads_out(file, src):
+                raise ValueError(f"{file} is a link out of its folder, to {os.path.realpath(file)}. Put a file there.")
             if file.is_file() and not is_code_licence(file):
                 (folder / file.relative_to(src).parent).mkdir(exist_ok=True)
                 shutil.copyfile(file, folder / file.relative_to(src))

@@ -316,6 +316,7 @@ class UnilmResult:
     def save_config(self, config: DiffLlamaConfig, folder: Path) -> None:
         """Writes config.json."""
         fields = {name: value for name, value in config.to_dict().items() if name not in NOT_FIELDS}
+        fields.pop("_name_or_path", None)  # a place on this machine
         fields |= {"model_type": f"unilm-{config.diff_variant}", "head_norm_affine": True}  # see `new_weights`
         (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 

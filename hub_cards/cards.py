@@ -3,10 +3,11 @@
 """Model cards, filled from facts, and updated without losing what somebody wrote into them.
 
 The text of a card consists of sections between comments that nobody sees on the Hub. The comment that begins a section
-has the SHA-256 of the text that was generated, so that an edit shows; the last comment has that of the whole card.
+has the SHA-256 of the text that was generated, so that an edit shows.
 """
 
 import hashlib
+import html
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from yaml import YAMLError
 
 from diffllama.choices import VARIANTS
+from diffllama.hub_cards.texts import has_place
 from diffllama.hub_cards.training import training_rows
 
 
@@ -54,9 +56,11 @@ TASKS = {
 INHERITED = ("license", "license_name", "license_link", "language")
 """What a card's metadata says of a model and of those made from it."""
 
+GENERATED = {"library_name", "pipeline_tag"}
+"""What facts alone say in a card's metadata."""
+
 _SECTION = re.compile(r"<!-- diffllama:(\w+) ([0-9a-f]{64}) -->\n(.*?)<!-- /diffllama:\1 -->\n?", re.DOTALL)
 _PIN = re.compile(r"(?<=revision=\")[0-9a-f]{40}(?=\")|(?<=-revision )[0-9a-f]{40}\b")
-_SEAL = re.compile(r"<!-- diffllama card ([0-9a-f]{64}) -->\n?")
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Facts:
         chat: whether the tokenizer has a chat template.
         part: whether it is attention modules alone.
         conversion: conversion.json, see `diffllama.conversion.convert`.
+        trained: whether the weights are other ones than the conversion made.
         training: training.json, see `training_record`.
         evaluation: evaluation.json, see `evaluation_rows`.
         code_licence: the file with the licence of the folder's code.
@@ -83,6 +88,7 @@ class Facts:
     chat: bool = False
     part: bool = False
     conversion: Mapping[str, Any] | None = None
+    trained: bool = False
     training: Mapping[str, Any] | None = None
     evaluation: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
     code_licence: str = "LICENSE"
@@ -126,7 +132,7 @@ def model_card(
         repo: the model's repository on the Hub, `owner/name`, for the code that loads it.
         revision: the full hash of the commit that this code is to load.
     """
-    config, conversion, metadata = facts.config, facts.conversion, dict(metadata or {})
+    config, conversion, metadata = facts.config, facts.conversion, without_places(metadata or {})
     unilm = conversion is not None and conversion["result"]["format"].startswith("unilm")
     task = TASKS[facts.architecture]
     if conversion is not None and "revision" in conversion["source"]:
@@ -134,7 +140,7 @@ def model_card(
     if "base_model" in metadata:
         # The Hub has no word for a conversion; this is its word for a whole model with another one's weights.
         metadata.setdefault("base_model_relation", "finetune")
-    if conversion is not None and facts.training is None:
+    if conversion is not None and facts.training is None and not facts.trained:
         template = "converted"
     else:
         template = "fine_tuned" if "base_model" in metadata else "trained"
@@ -146,9 +152,9 @@ def model_card(
         metadata |= {"library_name": "transformers", "pipeline_tag": task.pipeline_tag}
     data = ModelCardData(**metadata)
     if facts.evaluation:
-        results = [eval_result(row, task.pipeline_tag) for row in facts.evaluation]
-        others = [old for old in data.eval_results or [] if not any(old.is_equal_except_value(new) for new in results)]
-        data.model_name, data.eval_results = data.model_name or name, [*others, *results]
+        new = [eval_result(row, task.pipeline_tag) for row in facts.evaluation]
+        results = {measured(result): result for result in (*(data.eval_results or ()), *new)}
+        data.model_name, data.eval_results = data.model_name or name, list(results.values())
     text = environment().get_template(f"{template}.md").render(
         section=section,
         facts=facts,
@@ -176,6 +182,16 @@ def model_card(
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text.strip()}\n")
 
 
+def without_places(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata without the paths of a machine, which peft's own cards have as base models and tags."""
+    known = {}
+    for name, value in metadata.items():
+        kept = [each for each in value if not has_place(each)] if isinstance(value, list) else value
+        if kept != [] and not has_place(kept):
+            known[name] = kept
+    return known
+
+
 def requirements() -> list[str]:
     """The versions of torch and transformers that our code needs."""
     return sorted(line for line in requires("diffllama") or () if re.match(r"(torch|transformers)\b[^;]*$", line))
@@ -192,9 +208,11 @@ def inherited_metadata(card: Path) -> dict[str, Any]:
 
 def environment() -> Environment:
     """Where the templates are; a name that a template uses and nobody gives is an error."""
-    return Environment(
+    templates = Environment(
         loader=PackageLoader("diffllama.hub_cards", ""), undefined=StrictUndefined, keep_trailing_newline=True
     )
+    templates.filters["cell"] = cell
+    return templates
 
 
 def as_list(value: str | Sequence[str] | None) -> list[str]:
@@ -218,6 +236,16 @@ def eval_result(row: Mapping[str, Any], task: str) -> EvalResult:
     )
 
 
+def measured(result: EvalResult) -> tuple[Any, ...]:
+    """What a result is of: another one of the same takes its place."""
+    return *result.unique_identifier, result.dataset_name, result.metric_type, result.metric_name
+
+
+def cell(value: Any) -> str:
+    """A value for a cell of a table, whatever characters a name has."""
+    return html.escape(" ".join(str(value).split()), quote=False).replace("|", "\\|")
+
+
 def digest(text: str) -> str:
     """SHA-256 of a text, whatever its line endings and the blank lines around it."""
     return hashlib.sha256("\n".join(text.strip().splitlines()).encode()).hexdigest()
@@ -230,22 +258,10 @@ def section(name: str, caller: Callable[[], str]) -> str:
     return f"<!-- diffllama:{name} {digest(text)} -->\n{body}<!-- /diffllama:{name} -->\n\n"
 
 
-def sealed(text: str) -> str:
-    """The text of a card whose last line says what it was when it was written."""
-    text = _SEAL.sub("", text).rstrip()
-    return f"{text}\n<!-- diffllama card {digest(text)} -->\n"
-
-
-def is_as_written(text: str) -> bool:
-    """Whether nobody has edited a card since `updated` wrote it."""
-    seal = _SEAL.search(text)
-    return seal is not None and seal[1] == digest(_SEAL.sub("", text))
-
-
 def written_by_hand(text: str) -> str:
     """What people wrote into a card, beside its metadata: sections that were edited, and text that is in none."""
     block = REGEX_YAML_BLOCK.search(text)
-    body = _SEAL.sub("", text[block.end() :] if block else text)
+    body = text[block.end() :] if block else text
     return _SECTION.sub(lambda match: match[0] if digest(match[3]) != match[2] else "", body).strip()
 
 
@@ -264,8 +280,7 @@ def repinned(text: str, revision: str) -> str:
             return match[0]
         return section(name, lambda: _PIN.sub(revision, body)).removesuffix("\n")
 
-    new = _SECTION.sub(replace, text)
-    return sealed(new) if new != text else text
+    return _SECTION.sub(replace, text)
 
 
 def updated_card(
@@ -277,8 +292,8 @@ def updated_card(
     revision: str | None = None,
 ) -> tuple[str, list[str]]:
     """The text of a card with new facts, see `model_card` and `updated`. Metadata that is given goes before the old."""
-    known = ModelCard(old).data.to_dict() if old.strip() else {}
-    return updated(old, model_card(facts, name, known | dict(metadata or {}), repo, revision))
+    known = card_metadata(old, "README.md") | dict(metadata or {})
+    return updated(old, model_card(facts, name, known, repo, revision))
 
 
 def updated(old: str, new: ModelCard) -> tuple[str, list[str]]:
@@ -286,7 +301,7 @@ def updated(old: str, new: ModelCard) -> tuple[str, list[str]]:
 
     Sections that were generated and not edited since are replaced. Edited ones and text around them stay; sections
     that were removed stay away. A card that was not generated is kept before the new text. The metadata is the new
-    card's, with the comments of the old one.
+    card's, with the comments of the old one that have lines of their own.
 
     Args:
         old: the card as it is; may be empty.
@@ -305,11 +320,54 @@ def updated(old: str, new: ModelCard) -> tuple[str, list[str]]:
         return match[0] if name in edited else sections.get(name, "")
 
     block = REGEX_YAML_BLOCK.search(old)
-    text = _SEAL.sub("", old[block.end() :] if block else old)
+    text = old[block.end() :] if block else old
     if _SECTION.search(text):
         text = _SECTION.sub(replace, text)
     else:
         text = f"{text.rstrip()}\n\n{new.text.lstrip()}" if text.strip() else new.text
-    comments = [line for line in (block[2].splitlines() if block else ()) if line.lstrip().startswith("#")]
+    comments = [line for line in (block[2].splitlines() if block else ()) if line.startswith("#")]
     head = "\n".join(("---", *comments, new.data.to_yaml(), "---"))
-    return sealed(f"{head}\n\n{text.strip()}\n"), edited
+    return f"{head}\n\n{text.strip()}\n", edited
+
+
+def settled_card(mine: str, theirs: str, here: str, there: str, otherwise: str) -> tuple[str, dict[str, Any]]:
+    """Which of two cards is to be updated so that no text of people is lost, and the metadata of both.
+
+    Args:
+        mine, theirs: the two texts.
+        here, there: where they are, for messages.
+        otherwise: how to keep the first alone, for messages.
+
+    Raises:
+        ValueError: each has text of people, or metadata, that the other has not.
+    """
+    advice = f"Bring what {there} has into the one of {here}, or {otherwise}."
+    written = [set(written_by_hand(text).splitlines()) for text in (mine, theirs)]
+    if not (written[0] <= written[1] or written[1] <= written[0]):
+        raise ValueError(f"People wrote different things into README.md of {here} and of {there}. {advice}")
+    known, other = card_metadata(mine, f"README.md of {here}"), card_metadata(theirs, f"README.md of {there}")
+    merged = other | known
+    for name in known.keys() & other.keys() - GENERATED:
+        if known[name] != other[name]:
+            if not isinstance(known[name], list) and not isinstance(other[name], list):
+                values = f"{known[name]!r} in {here} and {other[name]!r} in {there}"
+                raise ValueError(f"`{name}` in README.md is {values}. {advice}")
+            theirs_first = as_list(other[name])
+            merged[name] = theirs_first + [value for value in as_list(known[name]) if value not in theirs_first]
+    return (mine if written[1] <= written[0] else theirs), merged
+
+
+def read_card(path: Path) -> str:
+    """The text of a card; empty if there is none. Raises `ValueError` if it is no text."""
+    try:
+        return path.read_text(encoding="utf-8-sig") if path.is_file() else ""
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+
+
+def card_metadata(text: str, where: str) -> dict[str, Any]:
+    """The metadata of a card's text. Raises `ValueError`, with where it stands, if it cannot be read."""
+    try:
+        return ModelCard(text).data.to_dict() if text.strip() else {}
+    except (ValueError, TypeError, YAMLError) as error:
+        raise ValueError(f"The metadata of {where} cannot be read: {' '.join(str(error).split())}") from error

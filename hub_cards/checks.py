@@ -2,30 +2,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a folder is fit for the Hub. Nothing in it is run."""
 
-import json
+import os
+import pickletools
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import ModelCard
+from jinja2 import TemplateSyntaxError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
-from yaml import YAMLError
 
 from diffllama.conversion.checkpoints import PICKLES, SafetensorsFile, open_checkpoint, open_file
-from diffllama.conversion.transformers_models import TOKENIZER_FILES, expected_tensors
+from diffllama.conversion.transformers_models import TOKENIZER_FILES, expected_tensors, leads_out
 from diffllama.conversion.weight_map import CheckpointError, check_tensors
-from diffllama.hub_cards.cards import TASKS
+from diffllama.hub_cards.cards import TASKS, card_metadata, read_card
 from diffllama.hub_cards.code import HubCodeError, differences, hub_code
-from diffllama.hub_cards.texts import PLACES, SECRET_NAMES, is_absolute_path, secrets, strings
+from diffllama.hub_cards.texts import SECRET_NAMES, has_place, load_json, read_json, secrets, strings
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
 
 
-PICKLE_SUFFIXES = (*PICKLES, ".pkl", ".pickle", ".ckpt", ".joblib", ".dill", ".npy", ".npz")
+RUN_SUFFIXES = (
+    *(*PICKLES, ".pkl", ".pickle", ".ckpt", ".joblib", ".dill", ".npy", ".npz", ".h5", ".keras"),
+    *(".pyc", ".so", ".dll", ".dylib", ".exe"),
+)
 """Files that are read by running what they say, or may be."""
 
-TEXTS = (".md", ".txt", ".py", ".jinja", ".yaml", ".yml", ".toml", ".sh")
+ARCHIVES = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"7z\xbc\xaf": "7z"}
+"""How compressed files begin; what is in them is not looked into."""
+
+CARD = "README.md"
+
+HIDDEN_CODE = ("custom_pipelines", "_attn_implementation", "attn_implementation", "_experts_implementation")
+"""Fields of config.json for which transformers fetches or runs more code than `auto_map` names."""
+
+NAMES_OF_ANYTHING = ("chat_template", "id2label", "label2id")
+"""JSON fields that may hold what looks like a path."""
 
 
 class FolderError(ValueError):
@@ -56,7 +68,7 @@ def finding(line: str, wrong: bool = True) -> Finding:
     return Finding(file, message, wrong)
 
 
-def check(folder: Path) -> list[Finding]:
+def check(folder: str | os.PathLike[str]) -> list[Finding]:
     """What is wrong with a folder that is to be published, and what is good to know about it.
 
     Every file loads, by what is installed here and never by the folder's own code; the code is the package's, or how
@@ -69,19 +81,30 @@ def check(folder: Path) -> list[Finding]:
     Raises:
         FileNotFoundError: there is no such folder.
     """
+    folder = Path(os.path.abspath(folder))
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder. Name a folder with a model.")
-    findings = [*check_files(folder), *check_code(folder)]
+    findings = [*check_files(folder, sent_files(folder)), *check_code(folder)]
     config = load_config(folder)
     if isinstance(config, Finding):
         return [*findings, config]
-    return [
-        *findings,
-        *check_weights(folder, config),
-        *check_tokenizer(folder, config),
-        *check_generation(folder, config),
-        *check_card(folder),
-    ]
+    findings += check_config(folder)
+    for name, look in (
+        ("model.safetensors", check_weights),
+        ("tokenizer_config.json", check_tokenizer),
+        ("generation_config.json", check_generation),
+        (CARD, check_card),
+    ):
+        try:
+            findings += look(folder, config)
+        except Exception as error:  # a hostile file can fail anywhere; it is the folder that is wrong
+            findings.append(Finding(name, f"cannot be read: {one_line(error)}"))
+    return findings
+
+
+def one_line(error: Exception) -> str:
+    """An error of a library, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def sent_files(folder: Path) -> list[Path]:
@@ -90,54 +113,66 @@ def sent_files(folder: Path) -> list[Path]:
     return sorted(file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts))
 
 
-def check_files(folder: Path) -> Iterator[Finding]:
-    """Checks every file by itself: that it can be read, holds no pickle, no secret and no path of a machine."""
-    for file in sent_files(folder):
+def check_files(folder: Path, files: Iterable[Path]) -> Iterator[Finding]:
+    """Checks files by themselves: that they can be read, hold no pickle, no secret and no path of a machine."""
+    for file in files:
         name = file.relative_to(folder).as_posix()
-        if not file.is_file():
-            yield Finding(name, "is a link to nothing")
-        elif is_pickle(file):
-            yield Finding(name, "is a pickle, which runs code when it is loaded. Weights are safetensors only")
-        elif file.suffix == ".json":
-            yield from (Finding(name, message) for message in json_faults(file))
-        elif file.suffix in TEXTS or file.name.startswith(("LICENSE", "NOTICE")):
-            text = file.read_bytes().decode(errors="replace")
-            yield from (Finding(name, f"holds {secret}") for secret in secrets(text))
-        elif file.suffix == ".safetensors":
+        suffix = file.suffix.lower()
+        if leads_out(file, folder):
+            yield Finding(name, f"is a link out of the folder, to {os.path.realpath(file)}")
+        elif not file.is_file():
+            yield Finding(name, f"is a link to {'a folder' if file.is_dir() else 'nothing'}")
+        elif suffix == ".safetensors":
             try:
-                open_file(file)
+                opened = open_file(file)
             except (SafetensorError, ValueError, OSError) as error:
                 yield Finding(name, f"cannot be read: {error}")
+            else:
+                header = opened.header if isinstance(opened, SafetensorsFile) else b""
+                yield from (Finding(name, f"holds {secret}") for secret in secrets(header.decode(errors="replace")))
+        elif runs(file):
+            yield Finding(name, "is a pickle or a program, which would run when it is loaded")
+        else:
+            data = file.read_bytes()
+            if kind := next((kind for begin, kind in ARCHIVES.items() if data.startswith(begin)), None):
+                yield Finding(name, f"is compressed ({kind}), so that nobody looks into it")
+            yield from (Finding(name, f"holds {secret}") for secret in secrets(data.decode(errors="replace")))
+            if suffix == ".json":
+                yield from (Finding(name, message) for message in json_faults(file, data))
 
 
-def is_pickle(file: Path) -> bool:
-    """Whether a file is a pickle, by its name or by how it begins."""
-    if file.suffix.lower() in PICKLE_SUFFIXES:
+def runs(file: Path) -> bool:
+    """Whether a file is a pickle or a program, by its name or by what is in it."""
+    if file.suffix.lower() in RUN_SUFFIXES:
         return True
-    with file.open("rb") as opened:
-        begin = opened.read(4)
-    if begin == b"PK\3\4" and zipfile.is_zipfile(file):
+    if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
-            return any(name.endswith(".pkl") for name in archive.namelist())
-    return begin[:1] == b"\x80" and begin[1:2] in (b"\2", b"\3", b"\4", b"\5")
-
-
-def json_faults(file: Path) -> Iterator[str]:
-    """What is wrong with a JSON file: that it is none, or holds secrets or paths of a machine."""
+            return any(Path(name).suffix.lower() in RUN_SUFFIXES for name in archive.namelist())
     try:
-        content = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
+        with file.open("rb") as opened:
+            operations = {operation.name for operation, _, _ in pickletools.genops(opened)}
+    except Exception:  # text and other data are no pickle's operations up to its end, in one way or another
+        return False
+    return not operations.isdisjoint(("PROTO", "GLOBAL", "INST", "REDUCE"))
+
+
+def json_faults(file: Path, data: bytes) -> Iterator[str]:
+    """What is wrong with a JSON file: that it is none, names code, or holds secrets or paths of a machine."""
+    try:
+        content = load_json(data)
+    except ValueError as error:
         yield f"is no JSON: {error}"
         return
     if file.name == "tokenizer.json" and isinstance(content, dict):
         content = {name: value for name, value in content.items() if name not in ("model", "added_tokens")}
     elif file.name in ("vocab.json", "added_tokens.json"):
         return  # tokens may look like anything
+    if file.name != "config.json" and isinstance(content, dict) and "auto_map" in content:
+        yield "`auto_map` names code of its own, which runs where the model's code is trusted"
     for where, value in strings(content):
-        yield from (f"`{where}` holds {secret}" for secret in secrets(value))
         if SECRET_NAMES.search(where) and value and not value.startswith("<"):
             yield f"`{where}` holds a secret"
-        if is_absolute_path(value) or PLACES.search(value):
+        if has_place(value) and not any(name in where for name in NAMES_OF_ANYTHING):
             yield f"`{where}` holds a path of a machine: {value[:80]!r}"
 
 
@@ -162,7 +197,7 @@ def load_config(folder: Path) -> DiffLlamaConfig | Finding:
     if not (folder / name).is_file():
         return Finding(name, "is not there, so this is no model")
     try:
-        content = json.loads((folder / name).read_bytes())
+        content = read_json(folder / name)
         if content.get("model_type") != DiffLlamaConfig.model_type:
             return Finding(
                 name, f"`model_type` must be {DiffLlamaConfig.model_type!r}, got {content.get('model_type')!r}"
@@ -170,12 +205,23 @@ def load_config(folder: Path) -> DiffLlamaConfig | Finding:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         architecture_of(config)
     except Exception as error:  # of transformers, for whatever it is that is wrong
-        return Finding(name, " ".join(f"{type(error).__name__}: {error}".split()))
-    for auto_class, reference in AUTO_MAP.items():
-        if content.get("auto_map", {}).get(auto_class) != reference:
-            got = content.get("auto_map", {}).get(auto_class)
-            return Finding(name, f"`auto_map` must have {auto_class}: {reference!r}, got {got!r}")
+        return Finding(name, one_line(error))
     return config
+
+
+def check_config(folder: Path) -> Iterator[Finding]:
+    """Checks that a configuration names the code of its folder and no other."""
+    name, content = "config.json", read_json(folder / "config.json")
+    yield from (Finding(name, f"`{field}` makes transformers run more") for field in HIDDEN_CODE if field in content)
+    found = content.get("auto_map")
+    found = found if isinstance(found, dict) else {}
+    for auto_class in AUTO_MAP | found:
+        wanted, got = AUTO_MAP.get(auto_class), found.get(auto_class)
+        if wanted != got:
+            must = f"must have {auto_class}: {wanted!r}" if wanted else f"must not have {auto_class}"
+            yield Finding(name, f"`auto_map` {must}, got {got!r}")
+    if content.get("quantization_config"):
+        yield Finding(name, "`quantization_config`: it loads only where that quantization is installed", wrong=False)
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
@@ -196,7 +242,7 @@ def check_weights(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding]:
         homes = {tensor: file.path.name for tensor, file in files.items() if isinstance(file, SafetensorsFile)}
         check_tensors(checkpoint.tensors, expected_tensors(config), str(folder))
         if index.is_file():
-            content = json.loads(index.read_bytes())
+            content = read_json(index)
             if content["weight_map"] != homes:
                 differing = sorted(dict(content["weight_map"].items() ^ homes.items()))
                 yield Finding(name, f"does not say where these tensors are: {', '.join(differing)}")
@@ -225,12 +271,17 @@ def check_tokenizer(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # of transformers and tokenizers, for whatever it is that is wrong
-        yield Finding(name, " ".join(f"{type(error).__name__}: {error}".split()))
+        yield Finding(name, one_line(error))
         return
     if len(tokenizer) > config.vocab_size:
         yield Finding(name, f"the tokenizer has {len(tokenizer)} tokens, the model only {config.vocab_size}")
-    if "auto_map" in tokenizer.init_kwargs:
-        yield Finding(name, "`auto_map` names code of its own, which runs where the model's code is trusted")
+    if tokenizer.chat_template:
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+        except TemplateSyntaxError as error:
+            yield Finding("chat_template.jinja", one_line(error))
+        except Exception as error:  # a template may refuse a conversation
+            yield Finding("chat_template.jinja", f"refuses a greeting: {one_line(error)}", wrong=False)
 
 
 def check_generation(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding]:
@@ -240,7 +291,7 @@ def check_generation(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding]
         try:
             settings = GenerationConfig.from_pretrained(folder)
         except Exception as error:  # of transformers, for whatever it is that is wrong
-            yield Finding(file.name, " ".join(f"{type(error).__name__}: {error}".split()))
+            yield Finding(file.name, one_line(error))
             return
         try:
             settings.validate(strict=True)
@@ -250,18 +301,16 @@ def check_generation(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding]
         yield Finding(file.name, "is not there", wrong=False)
 
 
-def check_card(folder: Path) -> Iterator[Finding]:
+def check_card(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding]:
     """Checks that there is a card with metadata, and a licence."""
-    card = folder / "README.md"
     if not any(folder.glob("LICENSE*")):
         yield Finding("LICENSE", "is not there", wrong=False)
-    if not card.is_file():
-        yield Finding(card.name, "is not there: `diffllama card` writes it", wrong=False)
+    if not (folder / CARD).is_file():
+        yield Finding(CARD, "is not there: `diffllama card` writes it", wrong=False)
         return
-    try:
-        metadata = ModelCard(card.read_text(encoding="utf-8")).data
-    except (ValueError, YAMLError) as error:
-        yield Finding(card.name, " ".join(f"the metadata cannot be read: {error}".split()))
-        return
+    metadata = card_metadata(read_card(folder / CARD), CARD)
+    for where, value in strings(metadata):
+        if has_place(value):
+            yield Finding(CARD, f"`{where}` holds a path of a machine: {value[:80]!r}")
     if not metadata.get("license"):
-        yield Finding(card.name, "names no licence: `diffllama card --license` does", wrong=False)
+        yield Finding(CARD, "names no licence: `diffllama card --license` does", wrong=False)

@@ -58,11 +58,11 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{file} is no result file of lm-eval: it has no `results` for tasks.")
     rows = []
     for task, numbers in results.items():
-        settings = content.get("configs", {}).get(task, {})
-        samples = content.get("n-samples", {}).get(task, {})
+        settings = (content.get("configs") or {}).get(task) or {}
+        samples = (content.get("n-samples") or {}).get(task) or {}
         dataset = settings.get("dataset_path")
         facts = {
-            "shots": content.get("n-shot", {}).get(task),
+            "shots": (content.get("n-shot") or {}).get(task),
             "samples": samples.get("effective"),
             "of": samples.get("original") if samples.get("original") != samples.get("effective") else None,
             "dataset": None if is_absolute_path(dataset) else dataset,

@@ -2,27 +2,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Complete Hub folders, made of any model of ours, and their cards."""
 
-import dataclasses
 import json
 import os
-import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from diffllama.conversion import check_space, common_dtype, separate_head
-from diffllama.conversion.checkpoints import Progress, open_checkpoint, write_shards
+from diffllama.conversion.checkpoints import Checkpoint, Progress, fingerprint, open_checkpoint, write_shards
 from diffllama.conversion.output_folder import check_apart, check_free, new_folder
 from diffllama.conversion.transformers_models import TransformersSource, expected_tensors, has_chat_template
 from diffllama.conversion.weight_map import Step, check_tensors, lines
-from diffllama.hub_cards.cards import TASKS, Facts, updated_card
-from diffllama.hub_cards.checks import FolderError, architecture_of, check
+from diffllama.hub_cards.cards import (
+    TASKS,
+    Facts,
+    card_metadata,
+    read_card,
+    settled_card,
+    updated_card,
+    written_by_hand,
+)
+from diffllama.hub_cards.checks import CARD, HIDDEN_CODE, FolderError, architecture_of, check
 from diffllama.hub_cards.code import code_licence, write_code
 from diffllama.hub_cards.evaluation import evaluation_rows
-from diffllama.hub_cards.texts import is_absolute_path, read_json
+from diffllama.hub_cards.texts import forget_places, read_json, write_json
 from diffllama.hub_cards.training import training_record
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
 
@@ -67,74 +74,124 @@ def export(
     src, dest = Path(os.path.abspath(src)), Path(os.path.abspath(dest))
     check_apart(src, dest)
     check_free(dest, overwrite)
-    if (src / "adapter_config.json").is_file() and not (src / "config.json").is_file():
-        raise ValueError(
-            f"{src} has an adapter and no model. Load it with peft, call merge_and_unload() and save what that returns."
-        )
+    if (src / "adapter_config.json").is_file():
+        what = "an adapter beside its model" if (src / "config.json").is_file() else "an adapter and no model"
+        raise ValueError(f"{src} has {what}. Load it with peft, call merge_and_unload() and save what that returns.")
     opened = TransformersSource(src, (DiffLlamaConfig.model_type,))
     config, checkpoint = opened.config, opened.checkpoint
-    task = TASKS[architecture_of(config)]
+    config.architectures = [architecture_of(config)]
     separate_head(checkpoint, config)
     check_tensors(checkpoint.tensors, expected_tensors(config), str(src))
     config.auto_map = dict(AUTO_MAP)  # of a model that was loaded from the Hub, it names the repository
     config.dtype = common_dtype(checkpoint)
     config.use_cache = True  # a Trainer turns it off, for itself
+    try:
+        tokenizer = opened.tokenizer
+    except Exception as error:
+        raise ValueError(f"The tokenizer in {src} does not load, or not without code of its own: {error}") from error
+    records = known_records(src, results)
+    old = read_card(src / CARD)
+    if written_by_hand(read_card(dest / CARD)):  # it is to be overwritten
+        otherwise = f"remove {dest / CARD}"
+        old, inherited = settled_card(old, read_card(dest / CARD), str(src), str(dest), otherwise)
+        metadata = inherited | dict(metadata or {})
+    facts = facts_of(config, checkpoint, records, src)
+    card, _ = card_of(old, facts, dest.name, metadata, src)
+
     steps = {name: Step((name,), lambda same: same, tensor, copied=True) for name, tensor in checkpoint.tensors.items()}
     check_space(sum(tensor.nbytes for tensor in checkpoint.tensors.values()), dest)
-    training = training_record(src)
     with new_folder(dest, overwrite) as folder:
         write_shards(folder, steps, checkpoint, max_shard_size, progress=progress)
         opened.save_companions(folder)
-        opened.settle_tokenizer(folder)
-        for name in ("README.md", "conversion.json", "evaluation.json"):
-            if (src / name).is_file():
-                shutil.copyfile(src / name, folder / name)
-        if training is not None:
-            (folder / "training.json").write_text(json.dumps(training, indent=2) + "\n", encoding="utf-8")
+        if tokenizer is not None:
+            opened.settle_tokenizer(folder)
+        for name, record in records.items():
+            write_json(folder / f"{name}.json", record)
         config.save_pretrained(folder)
-        if task.pipeline_tag == "text-generation" and not (folder / "generation_config.json").exists():
+        tidy(folder / "config.json", HIDDEN_CODE)
+        tidy(folder / "tokenizer_config.json")
+        generates = TASKS[facts.architecture].pipeline_tag == "text-generation"
+        if generates and not (folder / GENERATION_CONFIG_NAME).exists():
             GenerationConfig.from_model_config(config).save_pretrained(folder)
         write_code(folder)
-        forget_paths(folder / "tokenizer_config.json")
-        write_card(folder, metadata=metadata, results=results, name=dest.name)
+        (folder / CARD).write_text(card, encoding="utf-8", newline="\n")
         if wrong := [str(finding) for finding in check(folder) if finding.wrong]:
             raise FolderError(lines(f"{src} cannot become a Hub folder", wrong))
     return dest
 
 
-def forget_paths(file: Path) -> None:
-    """Drops from a JSON file what transformers noted about places on this machine."""
+def tidy(file: Path, fields: Sequence[str] = ()) -> None:
+    """Drops fields from a JSON file, and those that hold a path of this machine."""
     if file.is_file():
-        settings = read_json(file)
-        known = {name: value for name, value in settings.items() if not is_absolute_path(value)}
-        if known != settings:
-            file.write_text(json.dumps(known, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        content = read_json(file)
+        known = {name: value for name, value in forget_places(content).items() if name not in fields}
+        if known != content:
+            write_json(file, known)
 
 
-def folder_facts(folder: Path) -> Facts:
-    """What a folder tells of its model.
+def known_records(folder: Path, results: Iterable[str | os.PathLike[str]] = ()) -> dict[str, Any]:
+    """What is known of a model's conversion, training and evaluation, by the name of the JSON file for it.
 
     Raises:
-        FileNotFoundError: it has no configuration or no weights.
-        ValueError: it is no model of ours, or a file cannot be read.
+        FileNotFoundError, ValueError: a file is not there or cannot be read.
     """
-    config = TransformersSource(folder, (DiffLlamaConfig.model_type,)).config
-    checkpoint = open_checkpoint(folder)
-    records = {
-        name: read_json(folder / f"{name}.json") if (folder / f"{name}.json").is_file() else None
-        for name in ("conversion", "training", "evaluation")
-    }
+    records: dict[str, Any] = {"training": training_record(folder)}
+    for name in ("conversion", "evaluation"):
+        file = folder / f"{name}.json"
+        records[name] = read_json(file) if file.is_file() else None
+    if paths := [Path(path) for path in results]:
+        before = (records["evaluation"] or {}).get("results", [])
+        records["evaluation"] = {"results": evaluation_rows(paths, before)}
+    return {name: record for name, record in records.items() if record is not None}
+
+
+def facts_of(config: DiffLlamaConfig, checkpoint: Checkpoint, records: Mapping[str, Any], folder: Path) -> Facts:
+    """What a card is to tell. A conversion counts as one only of these weights: they may have been trained since."""
+    conversion = records.get("conversion")
+    made = conversion and conversion.get("result", {}).get("fingerprint")
     return Facts(
         config=config,
         parameters=sum(tensor.numel() for tensor in checkpoint.tensors.values()),
         dtype=str(common_dtype(checkpoint)).removeprefix("torch."),
         architecture=architecture_of(config),
         chat=has_chat_template(folder),
-        conversion=records["conversion"],
-        training=records["training"],
-        evaluation=(records["evaluation"] or {}).get("results", ()),
+        conversion=conversion,
+        trained=made is not None and made != fingerprint(checkpoint),
+        training=records.get("training"),
+        evaluation=(records.get("evaluation") or {}).get("results", ()),
         code_licence=code_licence(folder),
     )
+
+
+def card_of(
+    old: str,
+    facts: Facts,
+    name: str,
+    metadata: Mapping[str, Any] | None,
+    folder: Path,
+    repo: str | None = None,
+    revision: str | None = None,
+) -> tuple[str, list[str]]:
+    """`updated_card`, with the folder's name in errors."""
+    known = card_metadata(old, str(folder / CARD)) | dict(metadata or {})
+    try:
+        return updated_card(old, facts, name, known, repo, revision)
+    except Exception as error:  # JSON files can have anything where something else is expected
+        raise ValueError(
+            f"No card can be made of {folder}: conversion.json, training.json, evaluation.json or {CARD} has something "
+            f"unexpected: {type(error).__name__}: {error}"
+        ) from error
+
+
+def folder_facts(folder: Path, results: Iterable[str | os.PathLike[str]] = ()) -> Facts:
+    """What a folder tells of its model, and result files besides.
+
+    Raises:
+        FileNotFoundError: it has no configuration or no weights.
+        ValueError: it is no model of ours, or a file cannot be read.
+    """
+    config = TransformersSource(folder, (DiffLlamaConfig.model_type,)).config
+    return facts_of(config, open_checkpoint(folder), known_records(folder, results), folder)
 
 
 def write_card(
@@ -142,7 +199,6 @@ def write_card(
     *,
     metadata: Mapping[str, Any] | None = None,
     results: Iterable[str | os.PathLike[str]] = (),
-    name: str | None = None,
 ) -> list[str]:
     """Writes or updates the card of a folder with a model of ours. What somebody wrote into it stays.
 
@@ -150,7 +206,6 @@ def write_card(
         folder: the folder; its files say the rest.
         metadata: what only people know, for the card's metadata: `license`, `base_model`, `datasets`, `language`, …
         results: result files of lm-eval, or folders with them. Their numbers are kept in evaluation.json.
-        name: what the card calls the model; the folder's name by default.
 
     Returns:
         The sections that were left as they are because somebody had edited them.
@@ -159,21 +214,12 @@ def write_card(
         FileNotFoundError: the folder has no configuration or no weights, or there are no results.
         ValueError: the folder is no model of ours, or a file cannot be read.
     """
-    folder = Path(os.path.abspath(folder))
-    evaluation = folder / "evaluation.json"
-    rows = None
-    if paths := [Path(path) for path in results]:
-        before = read_json(evaluation).get("results", []) if evaluation.is_file() else []
-        rows = evaluation_rows(paths, before)
-    facts = folder_facts(folder)
-    if rows is not None:
-        facts = dataclasses.replace(facts, evaluation=rows)
-    card = folder / "README.md"
-    old = card.read_text(encoding="utf-8") if card.is_file() else ""
-    text, edited = updated_card(old, facts, name or folder.name, metadata)
-    if rows is not None:
-        replace_file(evaluation, json.dumps({"results": rows}, indent=2) + "\n")
-    replace_file(card, text)
+    folder, results = Path(os.path.abspath(folder)), list(results)
+    facts = folder_facts(folder, results)
+    text, edited = card_of(read_card(folder / CARD), facts, folder.name, metadata, folder)
+    if results:
+        replace_file(folder / "evaluation.json", json.dumps({"results": facts.evaluation}, indent=2) + "\n")
+    replace_file(folder / CARD, text)
     return edited
 
 

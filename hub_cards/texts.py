@@ -24,20 +24,37 @@ SECRET_NAMES = re.compile(r"(?i)(?:(?:hub|hf|auth|access|api)_?token|api_?key|se
 """Names of JSON fields whose values are secrets."""
 
 PLACES = re.compile(
-    r"(?<![\w/.:])(?:/(?:home|Users|root|tmp|mnt|media|scratch|workspace|var)/[\w.-]|[A-Za-z]:\\[\w.-])"
+    r"(?<![\w/.])/(?:home|Users|root|tmp|mnt|media|scratch|workspace)/[\w.-]|file:///|[A-Za-z]:\\(?:Users|home)\\"
 )
 """Beginnings of paths on somebody's machine, within a text."""
+
+
+def load_json(data: bytes) -> Any:
+    """What a JSON file says. Raises `ValueError` if it is none; NaN and infinity are none."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no number in JSON")
+
+    try:
+        return json.loads(data, parse_constant=refuse)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """An object in a JSON file. Raises `ValueError` with the file's name if it is none."""
     try:
-        content = json.loads(path.read_bytes())
+        content = load_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must be a JSON object, got {type(content).__name__}.")
     return content
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes a JSON file."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
 
 
 def strings(content: Any, where: str = "") -> Iterator[tuple[str, str]]:
@@ -50,6 +67,13 @@ def strings(content: Any, where: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(content, list):
         for i, value in enumerate(content):
             yield from strings(value, f"{where}[{i}]")
+
+
+def forget_places(content: Any) -> Any:
+    """A JSON value without the fields that hold nothing but a path of a machine."""
+    if isinstance(content, dict):
+        return {name: forget_places(value) for name, value in content.items() if not is_absolute_path(value)}
+    return [forget_places(value) for value in content] if isinstance(content, list) else content
 
 
 def secrets(text: str) -> list[str]:
@@ -65,3 +89,8 @@ def is_absolute_path(value: Any) -> bool:
     windows = PureWindowsPath(value)
     posix = PurePosixPath(value)
     return (posix.is_absolute() and len(posix.parts) > 2) or (bool(windows.drive) and bool(windows.root))
+
+
+def has_place(value: Any) -> bool:
+    """Whether a value is a text with a path of a machine in it."""
+    return isinstance(value, str) and (is_absolute_path(value) or PLACES.search(value) is not None)

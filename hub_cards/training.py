@@ -32,11 +32,12 @@ ARGUMENTS = (
     "bf16",
     "fp16",
     "label_smoothing_factor",
+    "load_best_model_at_end",
     "seed",
 )
 """Training arguments that say what was computed. The others are about the machine, its paths, logs and tokens."""
 
-STATE = ("global_step", "epoch", "num_input_tokens_seen", "total_flos")
+STATE = ("global_step", "epoch", "train_batch_size", "num_input_tokens_seen", "total_flos")
 """What the Trainer counted."""
 
 
@@ -65,8 +66,6 @@ def training_record(folder: Path) -> dict[str, Any] | None:
     Raises:
         ValueError: a file cannot be read.
     """
-    if (folder / "training.json").is_file():
-        return read_json(folder / "training.json")
     record: dict[str, Any] = {}
     if (folder / "training_args.bin").is_file():
         arguments = vars(read_arguments(folder / "training_args.bin"))
@@ -79,17 +78,32 @@ def training_record(folder: Path) -> dict[str, Any] | None:
         if isinstance(processes, int):
             record["processes"] = processes
     if (folder / "trainer_state.json").is_file():
-        state = read_json(folder / "trainer_state.json")
-        record["state"] = {name: state[name] for name in STATE if state.get(name)}
-        log = [entry for entry in state.get("log_history") or () if isinstance(entry, dict)]
-        losses = [entry["loss"] for entry in log if "loss" in entry]
-        evaluations = [entry["eval_loss"] for entry in log if "eval_loss" in entry]
-        record["losses"] = {
-            name: values[-1 if name != "first" else 0]
-            for name, values in (("first", losses), ("last", losses), ("evaluation", evaluations))
-            if values
-        }
+        # A checkpoint has its own step's weights, an output folder may have those of the best step
+        best = record.get("arguments", {}).get("load_best_model_at_end") and not folder.name.startswith("checkpoint-")
+        record |= counts(read_json(folder / "trainer_state.json"), bool(best))
+    if not record and (folder / "training.json").is_file():
+        return read_json(folder / "training.json")
     return record or None
+
+
+def counts(state: Mapping[str, Any], best: bool) -> dict[str, Any]:
+    """`state` and `losses` from a trainer_state.json.
+
+    Args:
+        state: its content.
+        best: whether the weights are not of the last step but of the best one.
+    """
+    kept = {name: state[name] for name in STATE if state.get(name)}
+    log = [entry for entry in state.get("log_history") or () if isinstance(entry, dict)]
+    losses, evaluations = (
+        [(entry.get("step"), entry[name]) for entry in log if isinstance(entry.get(name), (int, float))]
+        for name in ("loss", "eval_loss")
+    )
+    if best and state.get("best_global_step"):
+        kept["best_global_step"] = state["best_global_step"]
+        evaluations = [pair for pair in evaluations if pair[0] == state["best_global_step"]]
+    known = {"first": losses[:1], "last": losses[-1:], "evaluation": evaluations[-1:]}
+    return {"state": kept, "losses": {name: pairs[0][1] for name, pairs in known.items() if pairs}}
 
 
 def read_arguments(path: Path) -> Any:
@@ -111,15 +125,15 @@ def training_rows(record: Mapping[str, Any]) -> dict[str, str]:
     arguments, state, losses = (record.get(name) or {} for name in ("arguments", "state", "losses"))
     rows: dict[str, Any] = {}
     if "global_step" in state:
-        rows["steps"] = f"{state['global_step']:,}"
+        best = f"; the weights are those of step {state['best_global_step']:,}" if "best_global_step" in state else ""
+        rows["steps"] = f"{state['global_step']:,}{best}"
     if "epoch" in state:
         rows["epochs"] = f"{state['epoch']:.4g}"
-    device, accumulation = (
-        arguments.get(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
-    )
+    device = state.get("train_batch_size", arguments.get("per_device_train_batch_size"))
+    accumulation = arguments.get("gradient_accumulation_steps")
     if device is not None and accumulation is not None and "processes" in record:
         rows["sequences per step"] = (
-            f"{device * accumulation * record['processes']:,} ({device} per device × {accumulation} accumulated × "
+            f"{device * accumulation * record['processes']:,} ({device} per process × {accumulation} accumulated × "
             f"{record['processes']} processes)"
         )
     if "num_input_tokens_seen" in state:
@@ -132,7 +146,7 @@ def training_rows(record: Mapping[str, Any]) -> dict[str, str]:
         )
     if "optim" in arguments:
         rows["optimizer"] = arguments["optim"]
-    if "adam_beta1" in arguments and "adam_beta2" in arguments:
+    if {"adam_beta1", "adam_beta2"} <= arguments.keys() and "adam" in arguments.get("optim", ""):
         rows["β1, β2"] = f"{arguments['adam_beta1']:g}, {arguments['adam_beta2']:g}"
     for name, label in (
         ("weight_decay", "weight decay"),
@@ -148,5 +162,5 @@ def training_rows(record: Mapping[str, Any]) -> dict[str, str]:
     if "first" in losses:
         rows["training loss, first and last logged"] = f"{losses['first']:.4g}, {losses['last']:.4g}"
     if "evaluation" in losses:
-        rows["evaluation loss, last"] = f"{losses['evaluation']:.4g}"
+        rows["evaluation loss"] = f"{losses['evaluation']:.4g}"
     return {what: str(value) for what, value in rows.items()}

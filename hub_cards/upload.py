@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +16,29 @@ from huggingface_hub import (
     CommitOperationAdd,
     CommitOperationDelete,
     HfApi,
-    ModelCard,
-    ModelInfo,
     RepoFile,
     get_token,
 )
-from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
 from diffllama import __version__
+from diffllama.conversion.checkpoints import NAMES
+from diffllama.conversion.transformers_models import COMPANIONS
 from diffllama.conversion.weight_map import lines
-from diffllama.hub_cards.cards import (
-    is_as_written,
-    pinned_revision,
-    repinned,
-    updated_card,
-    written_by_hand,
-)
-from diffllama.hub_cards.checks import Finding, FolderError, check, check_code, sent_files
+from diffllama.hub_cards.cards import card_metadata, pinned_revision, read_card, repinned, settled_card
+from diffllama.hub_cards.checks import CARD, Finding, FolderError, check, check_code, check_files, sent_files
 from diffllama.hub_cards.code import hub_code
-from diffllama.hub_cards.hub_folder import folder_facts
+from diffllama.hub_cards.hub_folder import card_of, folder_facts
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
 
 
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_STEM = NAMES[0].removesuffix(".safetensors")
+REPLACED = (
+    f"{_STEM}.safetensors*",
+    f"{_STEM}-*.safetensors",
+    *(name for name in COMPANIONS if not name.startswith(("LICEN", "NOTICE"))),
+)
+"""Files of a model on the Hub that are removed if the folder has none of that name: what transformers would load."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,11 @@ class Shipment:
 
     Attributes:
         repo: the repository, `owner/name`.
-        revision: the branch; `None` is the main one.
+        revision: the branch or pull request; `None` is the main branch.
         new: whether the repository does not exist yet.
         private: whether it is, or will be, private.
         files: path in the repository -> bytes.
-        removed: weights in the repository that the folder no longer has; they are removed.
+        removed: files in the repository that the folder no longer has; they are removed, see `REPLACED`.
         findings: what is good to know about the folder.
     """
 
@@ -63,6 +64,21 @@ class Shipment:
     findings: list[Finding]
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """What arrived.
+
+    Attributes:
+        url: of the commit or the pull request.
+        commit: the commit with the files, to which the card is pinned.
+        changed: whether anything was new.
+    """
+
+    url: str
+    commit: str
+    changed: bool
+
+
 def push(
     folder: str | os.PathLike[str],
     repo: str,
@@ -71,164 +87,198 @@ def push(
     revision: str | None = None,
     code_only: bool = False,
     create_pr: bool = False,
+    replace_card: bool = False,
     show: Callable[[Shipment], None] | None = None,
-) -> CommitInfo:
+) -> Arrival:
     """Sends a folder with a model of ours to the Hub, after `check` found nothing wrong with it.
 
     Large files that have arrived are not sent again, so a push that broke off goes on when it is repeated. The files
-    are one commit; a second one pins the card's code to the first. A card that was edited on the Hub keeps its text.
+    are one commit; a second one pins the card's code to the first. What people wrote into the card on the Hub stays.
 
     Args:
         folder: the folder.
         repo: the repository, `owner/name`. It is made if it does not exist.
         private: whether it is made private.
-        revision: a branch, which is made if it does not exist. The main one by default.
-        code_only: whether only the code goes to a repository that exists; `folder` need not have more than that.
-        create_pr: whether it becomes a pull request.
+        revision: a branch, which is made if it does not exist, or `refs/pr/N`. The main branch by default.
+        code_only: whether only the code goes to a model that exists; `folder` need not have more than that.
+        create_pr: whether it becomes a pull request to the main branch.
+        replace_card: whether the folder's card replaces the one on the Hub.
         show: called with what is about to be sent.
-
-    Returns:
-        What the Hub says of the last commit, or of the pull request.
 
     Raises:
         FolderError: something is wrong with the folder; all of it is listed.
-        ValueError: the names cannot be those of a repository and a branch; or the repository is public and should be
-            private, does not exist and should, or is no model's of ours; or its card was edited both there and in the
-            folder.
+        ValueError: options do not go together or name what cannot be pushed to; the repository is public and should be
+            private, does not exist and should, or has another model; or people wrote different things into both cards.
         PermissionError: there is no token.
-        huggingface_hub.errors.HfHubHTTPError: the Hub refuses.
+        huggingface_hub.errors.HfHubHTTPError: the Hub refuses, also because somebody else has pushed meanwhile.
     """
     folder = Path(os.path.abspath(folder))
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise ValueError(f"The repository must be `owner/name`, got {repo!r}.")
-    if revision is not None and re.fullmatch("[0-9a-f]{40}", revision):
-        raise ValueError(f"`revision` must be a branch, and {revision} is a commit, which nothing can be added to.")
-    findings = list(check_code(folder)) if code_only else check(folder)
+    if create_pr and revision is not None:
+        raise ValueError(f"A pull request goes to the main branch: leave out `create_pr` or `revision` ({revision!r}).")
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder. Name a folder with a model.")
+    findings = check_sent_code(folder) if code_only else check(folder)
     if wrong := [str(finding) for finding in findings if finding.wrong]:
         raise FolderError(lines(f"{folder} is not sent", wrong))
     if get_token() is None:
         raise PermissionError("There is no token for the Hub. Run `hf auth login`, or set HF_TOKEN.")
-    api = HfApi(library_name="diffllama", library_version=__version__)
-    there = find(api, repo, revision)
-    if there is None and code_only:
-        raise ValueError(f"There is no model {repo} that this token may read, and code alone is no model.")
-    if there is not None and private and not there.private:
-        raise ValueError(
-            f"{repo} exists and is public. Make it private in its settings on the Hub, or leave --private."
-        )
-    names = {sibling.rfilename for sibling in (there and there.siblings) or ()}
+    remote = Remote(HfApi(library_name="diffllama", library_version=__version__), repo, revision)
+    if private and remote.exists and not remote.private:
+        raise ValueError(f"{repo} is public. Make it private in its settings on the Hub, or leave out `private`.")
+    model = remote.config()
+    if code_only and not model:
+        raise ValueError(f"{repo} has no model, or this token may not read it, and code alone is none.")
+    if model and model.get("model_type") != DiffLlamaConfig.model_type:
+        raise ValueError(f"{repo} has another model, of type {model.get('model_type')!r}. Name another repository.")
 
+    sent: dict[str, Path | bytes]
+    removed: list[str] = []
     if code_only:
-        sent: dict[str, Path | bytes] = {name: folder / name for name in hub_code(folder)}
-        sent |= settled_config(api, repo, revision)
-        removed = []
+        sent = {name: folder / name for name in hub_code(folder)}
+        if model.get("auto_map") != AUTO_MAP:
+            sent["config.json"] = (json.dumps(model | {"auto_map": AUTO_MAP}, indent=2) + "\n").encode()
     else:
         files = {file.relative_to(folder).as_posix(): file for file in sent_files(folder)}
-        sent = {name: file for name, file in files.items() if name != "README.md"}
-        removed = sorted(name for name in names - files.keys() if _WEIGHTS.fullmatch(name))
-    on_hub = read_remote(api, repo, "README.md", revision) if "README.md" in names else ""
+        sent = {name: file for name, file in files.items() if name != CARD}
+        removed = [name for name in remote.files if name not in files and any(fnmatch(name, p) for p in REPLACED)]
+    on_hub = remote.card()
     if not code_only:
-        here = (folder / "README.md").read_text(encoding="utf-8") if (folder / "README.md").is_file() else ""
-        card, metadata = settled_card(here, on_hub, repo)  # refuses before anything is sent
+        here = read_card(folder / CARD)
+        card, metadata = (
+            (here, {})
+            if replace_card
+            else settled_card(
+                here,
+                on_hub,
+                "the folder",
+                repo,
+                f"push with --replace-card (`hf download {repo} {CARD}` gets the other)",
+            )
+        )
+        facts = folder_facts(folder)
 
     if show is not None:
         sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in sent.items()}
-        hidden = there.private if there is not None else private
-        show(Shipment(repo, revision, there is None, bool(hidden), sizes, removed, findings))
-    if there is None:
-        api.create_repo(repo, private=private)
-    if revision is not None and not create_pr and not revision.startswith("refs/"):
-        api.create_branch(repo, branch=revision, exist_ok=True)
-    operations: list[CommitOperationAdd | CommitOperationDelete]
-    operations = [CommitOperationAdd(name, file) for name, file in sent.items()]
-    operations += [CommitOperationDelete(name) for name in removed]
-    what = "code" if code_only else "model"
-    message = f"Upload {what} with diffllama {__version__}"
-    commit = api.create_commit(repo, operations, commit_message=message, revision=revision, create_pr=create_pr)
-
-    pin, pinned = commit.oid, pinned_revision(on_hub)
-    if pinned is not None and files_at(api, repo, pinned) == files_at(api, repo, pin):
+        show(Shipment(repo, revision, not remote.exists, remote.private or private, sizes, removed, findings))
+    remote.make(private)
+    files_commit = remote.commit(
+        [*(CommitOperationAdd(name, file) for name, file in sent.items()), *map(CommitOperationDelete, removed)],
+        f"Upload {'code' if code_only else 'model'} with diffllama {__version__}",
+        create_pr,
+    )
+    pin, pinned = files_commit.oid, pinned_revision(on_hub)
+    if pinned is not None and remote.files_at(pinned) == remote.files_at(pin):
         pin = pinned  # nothing was new
     if code_only:
         text = repinned(on_hub, pin)
     else:
-        text, _ = updated_card(card, folder_facts(folder), repo.partition("/")[2], metadata, repo, pin)
-    if text == on_hub:
-        return commit
-    return api.create_commit(
-        repo,
-        [CommitOperationAdd("README.md", text.encode())],
-        commit_message=f"Pin the card's code to {pin[:8]}",
-        revision=commit.pr_revision or revision,
-        create_pr=create_pr and commit.pr_revision is None,
-    )
+        text, _ = card_of(card, facts, repo.partition("/")[2], metadata, folder, repo, pin)
+    last = files_commit
+    if text != on_hub:
+        opens = create_pr and files_commit.pr_url is None
+        last = remote.commit([CommitOperationAdd(CARD, text.encode())], f"Pin the card's code to {pin[:8]}", opens)
+    return Arrival(files_commit.pr_url or last.pr_url or last.commit_url, pin, last.oid != remote.found)
 
 
-def find(api: HfApi, repo: str, revision: str | None) -> ModelInfo | None:
-    """What the Hub has in a repository's branch, or in its main one if there is no such branch; `None` if nothing."""
-    try:
+def check_sent_code(folder: Path) -> list[Finding]:
+    """What `check` says of a folder's code alone."""
+    findings = list(check_code(folder))
+    if any(finding.wrong for finding in findings):
+        return findings
+    return [*check_files(folder, [folder / name for name in hub_code(folder)]), *findings]
+
+
+class Remote:
+    """A repository on the Hub, or the place for one, as it was when it was looked at.
+
+    Attributes:
+        exists: whether there is such a repository.
+        private: whether it is private.
+        files: the files of the branch, or of the main one if it is to be made.
+        found, head: the commits that the branch was at, and is at.
+
+    Raises:
+        ValueError: `revision` is nothing that can be pushed to.
+    """
+
+    def __init__(self, api: HfApi, repo: str, revision: str | None) -> None:
+        self.api, self.repo, self.revision = api, repo, revision
+        self.exists, self.private, self.branch_exists = True, False, True
+        self.files: list[str] = []
+        self.found: str | None = None
+        self.head: str | None = None
         try:
-            return api.model_info(repo, revision=revision)
-        except RevisionNotFoundError:
-            return api.model_info(repo)
-    except RepositoryNotFoundError:
-        return None
+            refs = api.list_repo_refs(repo, include_pull_requests=True)
+        except RepositoryNotFoundError:
+            self.exists = False
+            if revision is not None and revision.startswith("refs/"):
+                raise
+        if revision is not None and (not revision or re.fullmatch("[0-9a-f]{7,40}", revision)):
+            raise ValueError(f"`revision` must be a branch; nothing can be added to a commit, got {revision!r}.")
+        if not self.exists:
+            self.branch_exists = revision in (None, "main")
+            return
+        if revision is not None:
+            names = {ref.name for ref in refs.branches} | {ref.ref for ref in refs.pull_requests or ()}
+            self.branch_exists = revision in names
+            if revision in {ref.name for ref in refs.tags}:
+                raise ValueError(f"`revision` must be a branch, and {revision!r} is a tag of {repo}.")
+            if revision.startswith("refs/") and not self.branch_exists:
+                raise ValueError(f"`revision`: {repo} has no {revision}.")
+        info = api.model_info(repo, revision=revision if self.branch_exists else None)
+        self.private, self.found = bool(info.private), info.sha
+        self.head = self.found
+        self.files = sorted(sibling.rfilename for sibling in info.siblings or ())
 
+    def read(self, name: str) -> str:
+        """The text of a file; empty if there is none."""
+        if name not in self.files:
+            return ""
+        return Path(self.api.hf_hub_download(self.repo, name, revision=self.found)).read_text(encoding="utf-8-sig")
 
-def files_at(api: HfApi, repo: str, revision: str) -> dict[str, str]:
-    """Path -> hash of the files of a commit, but for its card. Empty if there is no such commit."""
-    try:
-        entries = list(api.list_repo_tree(repo, recursive=True, revision=revision))
-    except RevisionNotFoundError:
-        return {}
-    return {entry.path: entry.blob_id for entry in entries if isinstance(entry, RepoFile) and entry.path != "README.md"}
+    def config(self) -> dict[str, Any]:
+        """The configuration of its model; empty if there is none."""
+        try:
+            content = json.loads(self.read("config.json") or "{}")
+        except ValueError as error:
+            raise ValueError(f"config.json of {self.repo} is no JSON: {error}") from error
+        return content if isinstance(content, dict) else {"model_type": None}
 
+    def card(self) -> str:
+        """The text of its card; empty if there is none."""
+        text = self.read(CARD)
+        card_metadata(text, f"{CARD} of {self.repo}")  # refuses if it cannot be read
+        return text
 
-def read_remote(api: HfApi, repo: str, name: str, revision: str | None) -> str:
-    """The text of a file in a repository."""
-    try:
-        path = api.hf_hub_download(repo, name, revision=revision)
-    except RevisionNotFoundError:  # a branch that is to be made
-        path = api.hf_hub_download(repo, name)
-    with open(path, encoding="utf-8", newline="") as file:
-        return file.read()
+    def make(self, private: bool) -> None:
+        """Makes repository and branch, if they do not exist."""
+        if not self.exists:
+            self.api.create_repo(self.repo, private=private)
+            self.found = self.head = self.api.model_info(self.repo).sha
+        if not self.branch_exists:
+            self.api.create_branch(self.repo, branch=str(self.revision), revision=self.found)
 
-
-def settled_config(api: HfApi, repo: str, revision: str | None) -> dict[str, bytes]:
-    """The configuration of a model on the Hub with this package's `auto_map`, if it has another one.
-
-    Raises:
-        ValueError: it is no model of ours.
-    """
-    try:
-        config = json.loads(read_remote(api, repo, "config.json", revision))
-    except EntryNotFoundError:
-        config = {}
-    if config.get("model_type") != DiffLlamaConfig.model_type:
-        raise ValueError(
-            f"{repo} has no model of ours: `model_type` must be {DiffLlamaConfig.model_type!r}, got "
-            f"{config.get('model_type')!r}."
+    def commit(
+        self, operations: list[CommitOperationAdd | CommitOperationDelete], message: str, create_pr: bool
+    ) -> CommitInfo:
+        """Adds a commit to what the branch was at; the Hub refuses if somebody else has added one since."""
+        done = self.api.create_commit(
+            self.repo,
+            operations,
+            commit_message=message,
+            revision=self.revision,
+            create_pr=create_pr,
+            parent_commit=self.head,
         )
-    if config.get("auto_map") == AUTO_MAP:
-        return {}
-    return {"config.json": (json.dumps(config | {"auto_map": AUTO_MAP}, indent=2) + "\n").encode()}
+        self.revision, self.head = done.pr_revision or self.revision, done.oid
+        return done
 
-
-def settled_card(here: str, on_hub: str, repo: str) -> tuple[str, dict[str, Any]]:
-    """Which of two cards is to be updated, the folder's or the Hub's, and the metadata of both.
-
-    Raises:
-        ValueError: people have written into both, in different ways.
-    """
-    known_here, known_there = (ModelCard(text).data.to_dict() if text.strip() else {} for text in (here, on_hub))
-    if is_as_written(on_hub):
-        metadata = known_there | known_here
-    else:  # edited on the Hub, or the first
-        metadata = known_here | known_there
-        mine, theirs = written_by_hand(here), written_by_hand(on_hub)
-        if mine and not set(theirs.splitlines()) <= set(mine.splitlines()):
-            raise ValueError(
-                f"README.md was edited both in the folder and in {repo}. Copy what was written there into the folder's "
-                f"(`hf download {repo} README.md` gets it)."
-            )
-    return (here if written_by_hand(here) or not on_hub else on_hub), metadata
+    def files_at(self, commit: str) -> dict[str, str]:
+        """Path -> hash of the files of a commit, but for its card. Empty if there is no such commit."""
+        try:
+            entries = list(self.api.list_repo_tree(self.repo, recursive=True, revision=commit))
+        except RevisionNotFoundError:
+            return {}
+        return {entry.path: entry.blob_id for entry in entries if isinstance(entry, RepoFile) and entry.path != CARD}

@@ -92,6 +92,7 @@ class Repository:
         self.commits: list[Commit] = []
         self.refs: dict[str, str] = {}
         self.objects: dict[str, bytes] = {}
+        self.authors: dict[str, str | None] = {}  # of pull requests, to which they may write
         attributes = "".join(f"*{suffix} filter=lfs diff=lfs merge=lfs -text\n" for suffix in LFS_SUFFIXES)
         self.commit({".gitattributes": attributes.encode()}, "initial commit")
 
@@ -294,9 +295,9 @@ class Handler(BaseHTTPRequestHandler):
                 wanted = parse_qs(self.sent.decode())["paths"]
                 return Answer([entries[path] for path in wanted if path in entries])
             case "POST", "api", "models", owner, name, "preupload", revision:
-                return self.preupload(self.repository(f"{owner}/{name}", self.writing()), revision)
+                return self.preupload(self.repository(f"{owner}/{name}", self.writing(), revision), revision)
             case "POST", "api", "models", owner, name, "commit", revision:
-                return self.commit(self.repository(f"{owner}/{name}", self.writing()), revision)
+                return self.commit(self.repository(f"{owner}/{name}", self.writing(), revision), revision)
             case "POST", "api", "models", owner, name, "branch", branch:
                 start = json.loads(self.sent).get("startingPoint", "main")
                 return self.point(self.repository(f"{owner}/{name}", "write"), branch, start)
@@ -323,14 +324,14 @@ class Handler(BaseHTTPRequestHandler):
             # huggingface.co sends no code. The client takes the status for it, but only from https addresses.
             raise Refusal(401, "Invalid username or password.", "RepoNotFound" if "/models/" in self.path else None)
 
-    def repository(self, name: str, purpose: str = "read") -> Repository:
-        """A repository that the user may read, propose changes to, or write to."""
+    def repository(self, name: str, purpose: str = "read", ref: str = "") -> Repository:
+        """A repository that the user may read, propose changes to, or write to (to `ref`, if that is their request)."""
         repository = self.server.repositories.get(name)
         if repository is None or (repository.private and self.user != repository.owner):  # the user cannot know which
             raise Refusal(404 if self.user else 401, "Repository not found", "RepoNotFound")
         if purpose != "read":
             self.sign_in()
-        if purpose == "write" and self.user != repository.owner:
+        if purpose == "write" and self.user not in (repository.owner, repository.authors.get(ref)):
             raise Refusal(403, f"You have no right to write to {name}")
         return repository
 
@@ -481,6 +482,7 @@ class Handler(BaseHTTPRequestHandler):
                     raise Refusal(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
                 changes |= dict.fromkeys(gone)
         commit = repository.commit(changes, header["summary"], header["description"], ref, parent)
+        repository.authors.setdefault(ref, self.user)
         url = f"{self.server.endpoint}/{repository.name}"
         answer = {"success": True, "commitOid": commit.oid, "commitUrl": f"{url}/commit/{commit.oid}"}
         if ref != revision:

@@ -238,6 +238,9 @@ def push(
         bool, typer.Option("--code-only", help="Update the code of a model on the Hub; its weights stay as they are.")
     ] = False,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Make a pull request.")] = False,
+    replace_card: Annotated[
+        bool, typer.Option("--replace-card", help="Lose what people wrote into the card on the Hub.")
+    ] = False,
 ) -> None:
     """Check a folder and send it to the Hub. Repeated, a push that broke off goes on."""
     from diffllama.hub_cards import push as run
@@ -249,12 +252,22 @@ def push(
             table.add_row(Text(name), f"{size:,}")
         for name in shipment.removed:
             table.add_row(Text(name), "removed")
+        table.add_row("README.md", "with its code pinned to these files")
         err.print(table)
         where = f"{'new ' * shipment.new}{'private' if shipment.private else 'public'} repository {shipment.repo}"
         err.print(f"Sending to the {where}" + f", branch {shipment.revision}" * bool(shipment.revision), markup=False)
 
-    done = run(folder, repo, private=private, revision=revision, code_only=code_only, create_pr=create_pr, show=show)
-    err.print(f"Sent: {done.pr_url or done.commit_url}", markup=False)
+    done = run(
+        folder,
+        repo,
+        private=private,
+        revision=revision,
+        code_only=code_only,
+        create_pr=create_pr,
+        replace_card=replace_card,
+        show=show,
+    )
+    err.print(f"{'Sent' if done.changed else 'Nothing was new'}: {done.url}", markup=False)
 
 
 def main() -> None:

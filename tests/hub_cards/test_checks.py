@@ -12,6 +12,7 @@ from tiny import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer
 from diffllama import DiffLlamaForSequenceClassification, __version__
 from diffllama.hub_cards import check, export
 from diffllama.hub_cards.texts import is_absolute_path, secrets
+from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +84,15 @@ class TestFiles:
     def test_pickles_are_known_by_name_and_by_content(self, folder: Path) -> None:
         (folder / "training_args.bin").write_text("anything")
         (folder / "harmless.model").write_bytes(pickle.dumps({}))
+        (folder / "old.dat").write_bytes(b"cos\nsystem\n(S'echo'\ntR.")
+        (folder / "native.SO").touch()
         torch.save({}, folder / "notes")
         assert [finding.split(",")[0] for finding in findings(folder)] == [
-            "harmless.model: is a pickle",
-            "notes: is a pickle",
-            "training_args.bin: is a pickle",
+            "harmless.model: is a pickle or a program",
+            "native.SO: is a pickle or a program",
+            "notes: is a pickle or a program",
+            "old.dat: is a pickle or a program",
+            "training_args.bin: is a pickle or a program",
         ]
 
     def test_a_checkpoint_below_is_looked_into_and_hidden_files_are_not(self, folder: Path) -> None:
@@ -102,7 +107,12 @@ class TestFiles:
             ("README.md", "token hf_abcdefghijklmnopqrstuvwxyz", "README.md: holds a Hugging Face token (hf_abc…)"),
             ("serve.py", 'key = "sk-abcdefghijklmnopqrstuvwxyz"', "serve.py: holds an API key (sk-abc…)"),
             ("notes.txt", "-----BEGIN RSA PRIVATE KEY-----", "notes.txt: holds a private key (-----B…)"),
-            ("a.json", '{"x": ["ghp_abcdefghijklmnopqrstuvwxyz01234"]}', "a.json: `x[0]` holds a GitHub token (ghp_"),
+            ("a.json", '{"x": ["ghp_abcdefghijklmnopqrstuvwxyz01234"]}', "a.json: holds a GitHub token (ghp_ab…)"),
+            ("train.log", "hf_abcdefghijklmnopqrstuvwxyz", "train.log: holds a Hugging Face token"),
+            ("TOKEN", "hf_abcdefghijklmnopqrstuvwxyz", "TOKEN: holds a Hugging Face token"),
+            ("a.json", '{"hf_abcdefghijklmnopqrstuvwxyz": 1}', "a.json: holds a Hugging Face token"),
+            ("a.json", '{"x": NaN}', "a.json: is no JSON: NaN is no number in JSON"),
+            ("preprocessor_config.json", '{"auto_map": {"AutoProcessor": "x.Y"}}', "preprocessor_config.json: `a"),
             ("a.json", '{"hub_token": "abc"}', "a.json: `hub_token` holds a secret"),
             ("a.json", '{"a": {"path": "/data/llama/weights"}}', "a.json: `a.path` holds a path of a machine: '/"),
             ("a.json", '{"cmd": "train --out /home/me/out"}', "a.json: `cmd` holds a path of a machine"),
@@ -130,9 +140,23 @@ class TestFiles:
         (folder / "tokenizer.json").write_text(text.replace('"w96"', '"/home/me/x"'))
         assert check(folder) == []
 
-    def test_a_link_to_nothing_is_wrong(self, folder: Path) -> None:
+    def test_links_to_nothing_and_out_of_the_folder_are_wrong(self, folder: Path, tmp_path: Path) -> None:
         (folder / "more.txt").symlink_to(folder / "nowhere")
-        assert the_only(folder) == "more.txt: is a link to nothing"
+        (tmp_path / "mine.txt").write_text("private")
+        (folder / "notes.txt").symlink_to(tmp_path / "mine.txt")
+        assert findings(folder) == [
+            "more.txt: is a link to nothing",
+            f"notes.txt: is a link out of the folder, to {(tmp_path / 'mine.txt').resolve()}",
+        ]
+
+    def test_a_snapshot_in_the_hubs_cache_is_fine(self, folder: Path, tmp_path: Path) -> None:
+        (tmp_path / "model" / "snapshots").mkdir(parents=True)
+        shutil.move(folder, tmp_path / "model" / "blobs")
+        snapshot = tmp_path / "model" / "snapshots" / "0123"
+        snapshot.mkdir()
+        for blob in (tmp_path / "model" / "blobs").iterdir():
+            (snapshot / blob.name).symlink_to(blob)
+        assert check(snapshot) == []
 
 
 class TestCode:
@@ -172,10 +196,6 @@ class TestConfiguration:
             ({"model_type": "llama"}, "`model_type` must be 'diff_llama', got 'llama'"),
             ({"num_attention_heads": 7}, "StrictDataclassClassValidationError"),
             ({"architectures": ["LlamaForCausalLM"]}, "`architectures` in config.json must be one of DiffLlama"),
-            (
-                {"auto_map": {}},
-                "`auto_map` must have AutoConfig: 'configuration_diffllama.DifferentialLlamaConfig', got",
-            ),
         ],
     )
     def test_what_does_not_load_is_wrong(self, change: dict, message: str, folder: Path) -> None:
@@ -189,6 +209,23 @@ class TestConfiguration:
             folder / "config.json", lambda c: c["auto_map"].update(AutoModel="me/x--modeling_diffllama.DiffLlamaModel")
         )
         assert the_only(folder).endswith("got 'me/x--modeling_diffllama.DiffLlamaModel'")
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"_attn_implementation": "evil/kernel"}, "`_attn_implementation` makes transformers run more"),
+            ({"custom_pipelines": {"x": {"impl": "evil.P"}}}, "`custom_pipelines` makes transformers run more"),
+            (
+                {"auto_map": AUTO_MAP | {"AutoModelForMaskedLM": "a.B"}},
+                "`auto_map` must not have AutoModelForMaskedLM, got 'a.B'",
+            ),
+        ],
+    )
+    def test_more_code_than_the_models_is_wrong_and_is_not_fetched(
+        self, change: dict, message: str, folder: Path
+    ) -> None:
+        edit(folder / "config.json", lambda config: config.update(change))
+        assert the_only(folder) == f"config.json: {message}"
 
 
 class TestWeights:
@@ -256,7 +293,7 @@ class TestTokenizerAndGeneration:
 
     def test_a_tokenizers_own_code_is_wrong(self, folder: Path) -> None:
         edit(folder / "tokenizer_config.json", lambda c: c.update(auto_map={"AutoTokenizer": ["x.Y", None]}))
-        assert "tokenizer_config.json" in the_only(folder)
+        assert "tokenizer_config.json: `auto_map` names code of its own" in findings(folder)[0]
 
     def test_settings_must_load_and_should_not_contradict_each_other(self, folder: Path) -> None:
         edit(folder / "generation_config.json", lambda c: c.update(do_sample=False, temperature=0.5))
@@ -273,4 +310,6 @@ def test_a_card_without_readable_metadata_is_wrong_and_without_a_licence_good_to
     card.write_text(text.replace("license: mit\n", ""))
     assert the_only(folder, wrong=False).startswith("README.md: names no licence")
     card.write_text(text.replace("license: mit\n", "license: [\n"))
-    assert the_only(folder).startswith("README.md: the metadata cannot be read")
+    assert the_only(folder).startswith(
+        "README.md: cannot be read: ValueError: The metadata of README.md cannot be read"
+    )

@@ -222,6 +222,52 @@ def test_weights_of_a_pickle_become_safetensors(source: Path, tmp_path: Path) ->
     assert all(torch.equal(tensor, weights[name]) for name, tensor in load_file(folder / "model.safetensors").items())
 
 
+def test_what_makes_transformers_run_more_is_left_out(source: Path, tmp_path: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    more = {"_attn_implementation": "evil/kernel", "custom_pipelines": {"x": {"impl": "evil.P"}}}
+    (source / "config.json").write_text(json.dumps(config | more))
+    folder = export(source, tmp_path / "dest")
+    assert json.loads((folder / "config.json").read_text()).keys().isdisjoint(more)
+
+
+def test_paths_in_a_card_of_pefts_are_left_out(source: Path, tmp_path: Path) -> None:
+    (source / "README.md").write_text(
+        "---\nbase_model: /tmp/me/model\ntags: [lora, 'base_model:adapter:/tmp/me/model']\n---\n# Mine\n"
+    )
+    data = ModelCard.load(export(source, tmp_path / "dest") / "README.md").data
+    assert data.base_model is None
+    assert data.tags == ["diffllama", "differential-attention", "diff-v1", "lora"]
+
+
+def test_a_byte_order_mark_hides_nothing(source: Path, tmp_path: Path) -> None:
+    (source / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n", encoding="utf-8-sig")
+    assert ModelCard.load(export(source, tmp_path / "dest") / "README.md").data.license == "mit"
+
+
+def test_a_conversion_that_was_trained_is_no_conversion_anymore(tmp_path: Path) -> None:
+    folder = convert(llama(tmp_path / "llama"), tmp_path / "ours", source="llama")
+    assert "bit-equal" in (export(folder, tmp_path / "before") / "README.md").read_text()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.norm.weight *= 1.01
+    model.save_pretrained(folder)
+    text = (export(folder, tmp_path / "after") / "README.md").read_text()
+    assert "bit-equal" not in text
+    assert "not trained further" not in text
+
+
+def test_what_was_written_into_a_folder_that_is_replaced_stays(source: Path, tmp_path: Path) -> None:
+    folder = export(source, tmp_path / "dest", metadata={"license": "mit"})
+    card = folder / "README.md"
+    card.write_text(f"{card.read_text()}\nIt likes cats.\n")
+    export(source, folder, overwrite=True)
+    assert "It likes cats." in card.read_text()
+    assert "license: mit" in card.read_text()
+    (source / "README.md").write_text("It likes dogs.\n")
+    with pytest.raises(ValueError, match="People wrote different things"):
+        export(source, folder, overwrite=True)
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("spoil", "error", "message"),
@@ -231,7 +277,12 @@ class TestRefusals:
             (lambda src: (src / "model.safetensors").unlink(), FileNotFoundError, "has no weights"),
             (lambda src: (src / "model.safetensors").write_bytes(b"x" * 9), CheckpointError, "cannot be read"),
             (lambda src: (src / "trainer_state.json").write_text("{"), ValueError, "trainer_state.json is no JSON"),
-            (lambda src: (src / "tokenizer.json").write_text("{}"), Exception, None),
+            (lambda src: (src / "tokenizer.json").write_text("{}"), ValueError, "The tokenizer in .* does not load"),
+            (lambda src: (src / "adapter_config.json").write_text("{}"), ValueError, "an adapter beside its model"),
+            (lambda src: (src / "NOTICE").symlink_to("/etc/hostname"), ValueError, "NOTICE is a link out of"),
+            (lambda src: (src / "README.md").write_bytes(b"\xff"), ValueError, r"README\.md is no text in UTF-8"),
+            (lambda src: (src / "evaluation.json").write_text('{"results": [1]}'), ValueError, "No card can be made"),
+            (lambda src: (src / "conversion.json").write_text("[]"), ValueError, r"conversion\.json must be"),
             (
                 lambda src: add_tensor(src / "model.safetensors"),
                 CheckpointError,
@@ -243,7 +294,10 @@ class TestRefusals:
                 "README.md: holds a Hugging Face token",
             ),
         ],
-        ids=["nothing", "no config", "no weights", "cut off", "state", "tokenizer", "extra weight", "secret"],
+        ids=[
+            *("nothing", "no config", "no weights", "cut off", "state", "tokenizer", "adapter", "link", "bytes"),
+            *("rows", "list", "extra weight", "secret"),
+        ],
     )  # fmt: skip
     def test_nothing_appears(self, spoil: Any, error: Any, message: str, source: Path, tmp_path: Path) -> None:
         spoil(source)

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def test_a_trainers_checkpoint_tells_arguments_counts_and_losses(trained: Path) 
     assert str(trained) not in text
     rows = training_rows(record)
     assert rows["steps"] == "3"
-    assert rows["sequences per step"] == "4 (2 per device × 2 accumulated × 1 processes)"
+    assert rows["sequences per step"] == "4 (2 per process × 2 accumulated × 1 processes)"
     assert rows["learning rate"] == "0.0003, cosine, warm-up 1"
 
 
@@ -69,6 +70,36 @@ def test_what_save_model_leaves_tells_arguments_alone(trained: Path) -> None:
     record = training_record(trained)
     assert record is not None
     assert set(record) == {"arguments", "processes"}
+
+
+def test_the_best_steps_weights_are_said_to_be_that(trained: Path, tmp_path: Path) -> None:
+    output = shutil.copytree(trained / "checkpoint-3", tmp_path / "output")
+    state = json.loads((output / "trainer_state.json").read_text())
+    log = [{"step": 1, "eval_loss": 2.0}, {"step": 3, "eval_loss": 3.0}]
+    (output / "trainer_state.json").write_text(json.dumps(state | {"best_global_step": 1, "log_history": log}))
+    record = training_record(output)
+    assert record is not None
+    assert record["losses"] == {"evaluation": 3.0}, "unless the best was loaded, they are the last step's"
+    arguments = torch.load(output / "training_args.bin", weights_only=False)
+    arguments.load_best_model_at_end = True
+    torch.save(arguments, output / "training_args.bin")
+    record = training_record(output)
+    assert record is not None
+    assert record["losses"] == {"evaluation": 2.0}
+    assert training_rows(record)["steps"] == "3; the weights are those of step 1"
+
+
+def test_what_the_trainer_left_goes_before_what_was_kept(trained: Path, tmp_path: Path) -> None:
+    output = shutil.copytree(trained / "checkpoint-3", tmp_path / "output")
+    (output / "training.json").write_text('{"state": {"global_step": 1}}')
+    record = training_record(output)
+    assert record is not None
+    assert record["state"]["global_step"] == 3
+
+
+def test_betas_are_those_of_adam() -> None:
+    arguments = {"optim": "sgd", "adam_beta1": 0.9, "adam_beta2": 0.999}
+    assert training_rows({"arguments": arguments}) == {"optimizer": "sgd"}
 
 
 def test_a_folder_without_a_training_tells_none(tmp_path: Path) -> None:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 from hub import Hub, Repository
-from huggingface_hub import HfApi, constants
+from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model, tiny_tokenizer
 
 from diffllama.hub_cards import code, export, push, upload
-from diffllama.hub_cards.cards import is_as_written, pinned_revision
+from diffllama.hub_cards.cards import pinned_revision
 from diffllama.hub_cards.checks import FolderError
 from diffllama.hub_cards.upload import Shipment
 
@@ -74,7 +74,9 @@ class TestPush:
         repository = pushed(hub)
         assert not repository.private
         _, model, card = repository.commits
-        assert answer.oid == card.oid
+        assert answer.commit == model.oid
+        assert answer.changed
+        assert answer.url.endswith(card.oid)
         files = {file.name: file.read_bytes() for file in folder.iterdir()}
         sent = repository.files()
         assert {**files, "README.md": b"", ".gitattributes": b""} == {**sent, "README.md": b"", ".gitattributes": b""}
@@ -83,7 +85,6 @@ class TestPush:
         assert f'pipeline("text-generation", "{REPO}", revision="{model.oid}", trust_remote_code=True)' in text
         assert f"vllm serve {REPO} " in text
         assert "PATH_OR_REPOSITORY" not in text
-        assert is_as_written(text)
         (shipment,) = shown
         assert (shipment.repo, shipment.new, shipment.private, shipment.removed) == (REPO, True, False, [])
         assert shipment.files == {name: len(content) for name, content in files.items() if name != "README.md"}
@@ -91,7 +92,8 @@ class TestPush:
     def test_what_is_there_is_not_sent_again(self, hub: Hub, folder: Path) -> None:
         push(folder, REPO)
         commits, requests = len(pushed(hub).commits), len(hub.requests)
-        push(folder, REPO)
+        answer = push(folder, REPO)
+        assert not answer.changed
         assert len(pushed(hub).commits) == commits
         assert [request for request in hub.requests[requests:] if request.method == "PUT"] == []
 
@@ -114,12 +116,20 @@ class TestPush:
         push(folder, REPO)
         change_weights(folder)
         with monkeypatch.context() as patch:
-            patch.setattr(upload, "files_at", lambda *_: 1 / 0)
+            patch.setattr(upload.Remote, "files_at", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 push(folder, REPO)
         sent = pushed(hub).refs["main"]
         push(folder, REPO)
         assert pinned_revision(readme(hub)) == sent
+
+    def test_a_chat_template_that_the_folder_no_longer_has_is_removed(self, hub: Hub, folder: Path) -> None:
+        push(folder, REPO)
+        (folder / "chat_template.jinja").unlink()
+        (folder / "LICENSE").unlink()
+        push(folder, REPO)
+        assert "chat_template.jinja" not in pushed(hub).files()
+        assert "LICENSE" in pushed(hub).files()
 
     def test_weights_that_the_folder_no_longer_has_are_removed_and_nothing_else(
         self, hub: Hub, folder: Path, tmp_path: Path
@@ -153,10 +163,73 @@ class TestPush:
         answer = push(folder, REPO, create_pr=True)
         assert pushed(hub).refs["main"] == main
         request = pushed(hub).find("refs/pr/1")
-        assert answer.oid == request.oid
+        assert answer.url == f"{hub.endpoint}/{REPO}/discussions/1"
         assert request.parent is not None
+        assert answer.commit == request.parent.oid
         assert pinned_revision(readme(hub, "refs/pr/1")) == request.parent.oid
         assert "refs/pr/2" not in pushed(hub).refs
+
+    def test_somebody_elses_model_gets_a_pull_request(self, hub: Hub, folder: Path) -> None:
+        push(folder, REPO)
+        theirs = hub.create("bob/model")
+        theirs.commit(pushed(hub).files())
+        change_weights(folder)
+        answer = push(folder, "bob/model", create_pr=True)
+        assert answer.url.endswith("/bob/model/discussions/1")
+        assert theirs.find("refs/pr/1").parent.oid == answer.commit
+        assert pinned_revision(theirs.files("refs/pr/1")["README.md"].decode()) == answer.commit
+
+    def test_a_pull_request_takes_more(self, hub: Hub, folder: Path) -> None:
+        push(folder, REPO)
+        change_weights(folder)
+        push(folder, REPO, create_pr=True)
+        change_weights(folder)
+        answer = push(folder, REPO, revision="refs/pr/1")
+        assert pinned_revision(readme(hub, "refs/pr/1")) == answer.commit
+        assert pushed(hub).find("refs/pr/1").parent.oid == answer.commit
+
+    def test_a_card_alone_can_be_a_pull_request(self, hub: Hub, folder: Path) -> None:
+        push(folder, REPO)
+        main = pushed(hub).refs["main"]
+        with (folder / "README.md").open("a") as file:
+            file.write("\nMine.\n")
+        answer = push(folder, REPO, create_pr=True)
+        assert answer.url.endswith("/discussions/1")
+        assert pushed(hub).refs["main"] == main
+        assert "Mine." in readme(hub, "refs/pr/1")
+
+    def test_a_pull_request_without_anything_new_is_none(self, hub: Hub, folder: Path) -> None:
+        push(folder, REPO)
+        assert not push(folder, REPO, create_pr=True).changed
+        assert set(pushed(hub).refs) == {"main"}
+
+    @pytest.mark.parametrize("moment", ["before the files", "before the card"])
+    def test_what_somebody_else_pushes_meanwhile_is_not_lost(
+        self, moment: str, hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        push(folder, REPO)
+        change_weights(folder)
+
+        def interfere(*_: object) -> dict[str, str]:
+            edit_on_the_hub(hub, "<!-- diffllama:usage", "Theirs.\n\n<!-- diffllama:usage")
+            return {pushed(hub).refs["main"]: ""}
+
+        with monkeypatch.context() as patch:
+            if moment == "before the card":
+                patch.setattr(upload.Remote, "files_at", interfere)
+            with pytest.raises(HfHubHTTPError, match="412"):
+                push(folder, REPO, show=interfere if moment == "before the files" else None)
+        push(folder, REPO)
+        assert "Theirs." in readme(hub)
+
+    def test_a_pin_to_a_commit_that_is_gone_is_renewed(self, hub: Hub, folder: Path) -> None:
+        push(folder, REPO)
+        pin = pinned_revision(readme(hub))
+        edit_on_the_hub(hub, f'revision="{pin}"', f'revision="{"0" * 40}"')
+        (folder / "README.md").unlink()
+        pushed(hub).commit({"README.md": None})
+        push(folder, REPO)
+        assert pinned_revision(readme(hub)) in {commit.oid for commit in pushed(hub).commits}
 
     def test_a_private_repository_is_private_and_a_public_one_is_not_taken_for_one(
         self, hub: Hub, folder: Path
@@ -167,7 +240,7 @@ class TestPush:
         push(folder, REPO)
         commits = len(pushed(hub).commits)
         change_weights(folder)
-        with pytest.raises(ValueError, match="exists and is public"):
+        with pytest.raises(ValueError, match="is public"):
             push(folder, REPO, private=True)
         assert len(pushed(hub).commits) == commits
 
@@ -175,54 +248,66 @@ class TestPush:
 class TestCard:
     NOTE = "## Notes\n\nIt likes cats.\n\n"
 
-    def test_text_that_was_written_on_the_hub_stays(self, hub: Hub, folder: Path) -> None:
+    def test_what_was_written_on_the_hub_stays_however_often_one_pushes(self, hub: Hub, folder: Path) -> None:
         push(folder, REPO)
         edit_on_the_hub(hub, "<!-- diffllama:usage", f"{self.NOTE}<!-- diffllama:usage")
-        edit_on_the_hub(hub, "license: mit", "license: apache-2.0")
+        edit_on_the_hub(hub, "license: mit", "license: mit\nthumbnail: cat.png")
+        edit_on_the_hub(hub, "- diffllama\n", "- diffllama\n- cats\n")
+        for _ in range(2):
+            change_weights(folder)
+            push(folder, REPO)
+            text = readme(hub)
+            assert self.NOTE in text
+            assert "thumbnail: cat.png" in text
+            assert "- cats\n" in text
+            assert pinned_revision(text) == pushed(hub).commits[-2].oid
+        commits = len(pushed(hub).commits)
+        push(folder, REPO)
+        push(folder, REPO, code_only=True)
+        assert len(pushed(hub).commits) == commits
+
+    def test_line_endings_of_windows_double_nothing(self, hub: Hub, folder: Path) -> None:
+        push(folder, REPO)
+        pushed(hub).commit({"README.md": readme(hub).replace("\n", "\r\n").encode()})
         change_weights(folder)
         push(folder, REPO)
-        text = readme(hub)
-        assert self.NOTE in text
-        assert "license: apache-2.0" in text
-        assert is_as_written(text)
-        assert pinned_revision(text) == pushed(hub).commits[-2].oid
+        assert readme(hub).count("## Use") == 1
+        assert pinned_revision(readme(hub)) == pushed(hub).commits[-2].oid
 
-    def test_text_that_was_written_in_the_folder_arrives_and_may_change(self, hub: Hub, folder: Path) -> None:
+    def test_text_that_was_written_in_the_folder_arrives(self, hub: Hub, folder: Path) -> None:
         card = folder / "README.md"
         pristine = card.read_text()
+        push(folder, REPO)
         card.write_text(f"{pristine}\n{self.NOTE}")
         push(folder, REPO)
         assert self.NOTE.strip() in readme(hub)
-        card.write_text(f"{pristine}\n## Notes\n\nIt likes dogs.\n".replace("license: mit", "license: apache-2.0"))
-        push(folder, REPO)
-        assert "dogs" in readme(hub)
-        assert "cats" not in readme(hub)
-        assert "license: apache-2.0" in readme(hub)
-
-    def test_text_of_an_older_push_stays_when_the_new_folder_has_none(self, hub: Hub, folder: Path) -> None:
-        card = folder / "README.md"
-        pristine = card.read_text()
-        card.write_text(f"{pristine}\n{self.NOTE}")
-        push(folder, REPO)
         card.write_text(pristine)
         change_weights(folder)
         push(folder, REPO)
-        assert self.NOTE.strip() in readme(hub)
+        assert self.NOTE.strip() in readme(hub), "a new folder knows nothing of it"
 
-    def test_cards_that_were_edited_in_both_places_are_for_people_to_merge(self, hub: Hub, folder: Path) -> None:
+    @pytest.mark.parametrize(
+        ("old", "new"),
+        [("<!-- diffllama:usage", "Theirs.\n\n<!-- diffllama:usage"), ("license: mit", "license: gpl-3.0")],
+    )
+    def test_different_texts_are_for_people_to_settle(self, old: str, new: str, hub: Hub, folder: Path) -> None:
         push(folder, REPO)
-        edit_on_the_hub(hub, "<!-- diffllama:usage", f"{self.NOTE}<!-- diffllama:usage")
+        edit_on_the_hub(hub, old, new)
         card = folder / "README.md"
-        mine = f"{card.read_text()}\nMine.\n"
-        card.write_text(mine)
+        card.write_text(f"{card.read_text()}\nMine.\n")
         commits = len(pushed(hub).commits)
-        with pytest.raises(ValueError, match=r"README\.md was edited both in the folder and in alice/model"):
+        with pytest.raises(ValueError, match="--replace-card"):
             push(folder, REPO)
         assert len(pushed(hub).commits) == commits
-        card.write_text(f"{mine}\n{self.NOTE}")
-        push(folder, REPO)
+        push(folder, REPO, replace_card=True)
         assert "Mine." in readme(hub)
-        assert self.NOTE.strip() in readme(hub)
+        assert new not in readme(hub)
+
+    def test_metadata_that_cannot_be_read_is_named(self, hub: Hub, folder: Path) -> None:
+        push(folder, REPO)
+        edit_on_the_hub(hub, "license: mit", "license: mit\nmodel-index: [1]")
+        with pytest.raises(ValueError, match=r"metadata of README\.md of alice/model cannot be read"):
+            push(folder, REPO)
 
     def test_a_card_that_was_there_before_is_kept(self, hub: Hub, folder: Path) -> None:
         hub.create(REPO).commit({"README.md": b"---\nlanguage: en\n---\n# My own\n"})
@@ -269,10 +354,10 @@ class TestCodeOnly:
         assert json.loads(pushed(hub).files()["config.json"]) == config
 
     def test_it_needs_a_model_of_ours_on_the_hub(self, hub: Hub, folder: Path) -> None:
-        with pytest.raises(ValueError, match="There is no model alice/model"):
+        with pytest.raises(ValueError, match="alice/model has no model"):
             push(folder, REPO, code_only=True)
         hub.create(REPO)
-        with pytest.raises(ValueError, match="`model_type` must be 'diff_llama', got None"):
+        with pytest.raises(ValueError, match="alice/model has no model"):
             push(folder, REPO, code_only=True)
         assert len(pushed(hub).commits) == 1
 
@@ -308,9 +393,36 @@ class TestRefusals:
             push(folder, name)
         assert hub.requests == []
 
-    def test_a_commit_is_no_branch(self, hub: Hub, folder: Path) -> None:
+    @pytest.mark.parametrize("kind", ["commit", "beginning of a commit", "tag", "no pull request", "nothing"])
+    def test_a_revision_is_a_branch(self, kind: str, hub: Hub, folder: Path) -> None:
         push(folder, REPO)
         commit = pushed(hub).refs["main"]
-        with pytest.raises(ValueError, match="is a commit"):
-            push(folder, REPO, revision=commit)
-        assert HfApi(endpoint=hub.endpoint).list_repo_refs(REPO).branches[0].target_commit == commit
+        pushed(hub).refs["refs/tags/v1"] = commit
+        revision = {"commit": commit, "beginning of a commit": commit[:8], "tag": "v1", "no pull request": "refs/pr/9"}
+        refs = dict(pushed(hub).refs)
+        with pytest.raises(ValueError, match="`revision`"):
+            push(folder, REPO, revision=revision.get(kind, ""))
+        with pytest.raises(ValueError, match="`create_pr` or `revision`"):
+            push(folder, REPO, revision="dev", create_pr=True)
+        assert pushed(hub).refs == refs
+
+    def test_another_model_is_not_replaced(self, hub: Hub, folder: Path) -> None:
+        hub.create(REPO).commit({"config.json": b'{"model_type": "llama"}', "model.safetensors": b"x"})
+        with pytest.raises(ValueError, match="alice/model has another model, of type 'llama'"):
+            push(folder, REPO)
+        pushed(hub).commit({"config.json": b"[]"})
+        with pytest.raises(ValueError, match="alice/model has another model"):
+            push(folder, REPO)
+        pushed(hub).commit({"config.json": b"{"})
+        with pytest.raises(ValueError, match=r"config\.json of alice/model is no JSON"):
+            push(folder, REPO)
+        assert pushed(hub).files()["model.safetensors"] == b"x"
+
+    def test_code_with_a_secret_is_not_sent(self, hub: Hub, folder: Path) -> None:
+        push(folder, REPO)
+        with (folder / "differential_attention.py").open("a") as file:
+            file.write("# hf_abcdefghijklmnopqrstuvwxyz\n")
+        with pytest.raises(FolderError, match=r"differential_attention\.py: holds a Hugging Face token"):
+            push(folder, REPO, code_only=True)
+        with pytest.raises(FileNotFoundError, match="nowhere"):
+            push(folder / "nowhere", REPO, code_only=True)

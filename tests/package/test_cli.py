@@ -3,7 +3,6 @@ import subprocess
 import sys
 from importlib.metadata import entry_points, version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ import diffllama
 from diffllama import DiffLlamaForCausalLM
 from diffllama.cli import app, main
 from diffllama.hub_cards.checks import Finding
-from diffllama.hub_cards.upload import Shipment
+from diffllama.hub_cards.upload import Arrival, Shipment
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
@@ -251,22 +250,22 @@ class TestHubFolders:
             given.update(options, folder=folder, repo=repo)
             findings = [Finding("a.py", "[b]differs[/b]", wrong=False)]
             show(Shipment(repo, "dev", False, True, {"[b]a.py": 1234}, ["model.safetensors"], findings))
-            return SimpleNamespace(pr_url=None, commit_url="http://localhost/commit")
+            return Arrival("http://localhost/commit", "0123", changed="new" in str(folder))
 
         monkeypatch.setattr("diffllama.hub_cards.upload.push", push)
-        status, err = call(
-            capsys, "push", "dir", "me/model", "--private", "--revision=dev", "--code-only", "--create-pr"
-        )
+        options = ("--private", "--revision=dev", "--code-only", "--create-pr", "--replace-card")
+        status, err = call(capsys, "push", "dir", "me/model", *options)
         assert status == 0
         assert given == {
             "folder": Path("dir"), "repo": "me/model", "private": True, "revision": "dev", "code_only": True,
-            "create_pr": True,
+            "create_pr": True, "replace_card": True,
         }  # fmt: skip
         assert "note  a.py: [b]differs[/b]" in err
         assert re.search(r"\[b\]a\.py +1,234", err)
         assert re.search(r"model\.safetensors +removed", err)
         assert "Sending to the private repository me/model, branch dev\n" in err
-        assert err.splitlines()[-1] == "Sent: http://localhost/commit"
+        assert err.splitlines()[-1] == "Nothing was new: http://localhost/commit"
+        assert call(capsys, "push", "new", "me/model")[1].splitlines()[-1] == "Sent: http://localhost/commit"
 
 
 @pytest.mark.parametrize(
@@ -319,7 +318,10 @@ def test_a_wrong_command_line_is_told_what_is_wrong(arguments: list[str], told: 
         (["export", "--help"], ("SRC", "DEST", "--license", "--base-model", "--dataset", "--results", "--overwrite")),
         (["card", "--help"], ("DIR", "--license", "--base-model", "--dataset", "--results")),
         (["check", "--help"], ("DIR", "pickles")),
-        (["push", "--help"], ("DIR", "REPO", "--private", "--revision", "--code-only", "--create-pr")),
+        (
+            ["push", "--help"],
+            ("DIR", "REPO", "--private", "--revision", "--code-only", "--create-pr", "--replace-card"),
+        ),
         (
             ["convert", "--help"],
             (
