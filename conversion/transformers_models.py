@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints that transformers loads, as sources and as results of a conversion: stock models and our own."""
 
+import copy
 import json
 import os
 import shutil
@@ -58,7 +59,7 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
         names = {reference.partition(".")[2]: auto_class for auto_class, reference in AUTO_MAP.items()}
         model_class = getattr(transformers, names.get(config.architectures[0], "AutoModelForCausalLM"))
     with torch.device("meta"):  # whatever attention the configuration asks for might have to be fetched
-        return model_class.from_config(config, attn_implementation="eager")
+        return model_class.from_config(copy.deepcopy(config), attn_implementation="eager")
 
 
 def expected_tensors(config: PreTrainedConfig) -> dict[str, torch.Tensor]:

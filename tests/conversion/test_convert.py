@@ -43,6 +43,7 @@ import diffllama.conversion
 from diffllama import DiffLlamaForCausalLM, __version__
 from diffllama.conversion import DTYPES, CheckpointError, VerificationError, transformers_models
 from diffllama.conversion import llama as llama_map
+from diffllama.conversion.checkpoints import fingerprint, open_checkpoint
 from diffllama.conversion.weight_map import Rule
 from diffllama.hub_cards.code import unstamped
 from diffllama.modeling_diff import modeling_diffllama
@@ -172,7 +173,8 @@ def test_conversion_json_says_what_was_made_of_what_and_no_path(source: Path, tm
         "name": "src",
         "index_sha256": hashlib.sha256(header).hexdigest(),
     }
-    assert record["result"] == {"format": "diff_llama", "variant": "v2"}
+    made = fingerprint(open_checkpoint(folder))
+    assert record["result"] == {"format": "diff_llama", "variant": "v2", "fingerprint": made}
     assert record["options"] == {"variant": None, "pairing": None, "dtype": "bfloat16"}
     assert record["verification"].items() >= {
         "compared": "logits", "dtype": "bfloat16", "bit_equal": True, "max_difference": 0.0, "passed": True
