@@ -48,11 +48,12 @@ $(MIDDLE)/.transformers: $(VENV)/.demo # without torch, which it takes from $(VE
 demo: $(VENV)/.demo ## Convert SmolLM2-135M and talk to it. PROMPT="..." asks another question.
 	$(RUN) examples/demo.py
 
+# A file is run by one process, so that what its fixtures prepare is prepared once
 test: $(VENV)/.dev ## Run the tests.
-	$(RUN) -m pytest -n 2 --dist loadgroup
+	$(RUN) -m pytest -n 2 --dist loadfile
 
 test-oldest: $(OLDEST)/.dev ## Run the tests with the oldest supported transformers, but for slow ones (SLOW=1: all).
-	$(OLDEST)/bin/python -m pytest -n 2 --dist loadgroup $(if $(SLOW),,-m "not slow")
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile $(if $(SLOW),,-m "not slow")
 
 test-versions: $(VENV)/.dev $(OLDEST)/.dev $(MIDDLE)/.transformers ## Load folders with the oldest, a middle and the newest transformers.
 	$(RUN) tests/versions.py $(subst transformers==,,$(OLDEST_TRANSFORMERS))=$(OLDEST)/bin/python \

@@ -17,8 +17,6 @@ import pytest
 from hub import Hub, Repository, Request
 
 
-pytestmark = pytest.mark.xdist_group("hub")  # one session, not one for each worker
-
 PRELUDE = """
 import json, sys
 import huggingface_hub

@@ -20,7 +20,7 @@ from tiny import EVERY_FEATURE, tiny_model, tiny_tokenizer
 from diffllama import DiffLlamaForCausalLM
 
 
-pytestmark = [pytest.mark.xdist_group("publishing"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SECTION = next(
     section

@@ -3,6 +3,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+
+pytestmark = pytest.mark.slow
+
 
 def test_the_benchmark_times_every_model_in_every_case(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.whole_model", "--context", "32", "--rounds", "1", "--json"]

@@ -86,7 +86,6 @@ def source(tmp_path: Path) -> Path:
     return llama(tmp_path / "src")
 
 
-@pytest.mark.xdist_group("folders of llamas")
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
@@ -102,7 +101,6 @@ def test_logits_are_equal_bit_for_bit(
     assert torch.equal(logits(converted), logits(original))
 
 
-@pytest.mark.xdist_group("folders of llamas")
 def test_logits_are_equal_where_diffllama_is_not_installed(
     folders: dict[tuple[str, str], tuple[Path, Path]], tmp_path: Path
 ) -> None:

