@@ -1,17 +1,18 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Registration with transformers' Auto classes, no earlier than anyone needs it.
+"""Registration with transformers' Auto classes, and with peft, no earlier than anyone needs it.
 
 transformers takes seconds to import and the model's code more, while `import diffllama` should cost nothing. So the
 configuration is registered as soon as transformers' `AutoConfig` or our own model package is imported, and the models
 when the first configuration is made: no Auto class can look a model up before that. (Not when `AutoModel` is imported:
-modules that the model needs import `AutoModel` half-way through themselves.)
+modules that the model needs import `AutoModel` half-way through themselves.) peft is told when it is imported.
 """
 
 import functools
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -19,25 +20,37 @@ from typing import Any
 
 
 AUTO_CONFIG = "transformers.models.auto.configuration_auto"
+PEFT_DEFAULTS = "peft.utils.constants"
 
 
-class _AfterAutoConfig(MetaPathFinder):
-    """Imports our model package once, right after the module of transformers' `AutoConfig` has been imported."""
+class _After(MetaPathFinder):
+    """Does something once, right after a module has been imported."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], object]) -> None:
+        self.name, self.then = name, then
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != AUTO_CONFIG:
+        if fullname != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def execute_and_register(module: ModuleType) -> None:
+            def execute_and_more(module: ModuleType) -> None:
                 execute(module)
-                importlib.import_module("diffllama.modeling_diff")
+                self.then(module)
 
-            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+            spec.loader.exec_module = execute_and_more  # type: ignore[method-assign]
         return spec
+
+
+def after(name: str, then: Callable[[ModuleType], object]) -> None:
+    """Does something with a module: now if it is imported already, else right after it is."""
+    if name in sys.modules:
+        then(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _After(name, then))
 
 
 def register_config() -> None:
@@ -72,9 +85,16 @@ def register_models() -> None:
             model_class.register_for_auto_class(auto_class)
 
 
+def register_target_modules(defaults: ModuleType) -> None:
+    """Gives every method of peft the layers of a Llama as those that it adapts by default; ours have the same names."""
+    from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
+
+    for name, mapping in vars(defaults).items():
+        if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(mapping, dict) and "llama" in mapping:
+            mapping.setdefault(DiffLlamaConfig.model_type, mapping["llama"])
+
+
 def register_when_needed() -> None:
-    """Registers now if `AutoConfig` is imported already, else right after it is."""
-    if AUTO_CONFIG in sys.modules:
-        importlib.import_module("diffllama.modeling_diff")
-    else:
-        sys.meta_path.insert(0, _AfterAutoConfig())
+    """Registers with transformers when its `AutoConfig`, and with peft when its defaults are there."""
+    after(AUTO_CONFIG, lambda module: importlib.import_module("diffllama.modeling_diff"))
+    after(PEFT_DEFAULTS, register_target_modules)

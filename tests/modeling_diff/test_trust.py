@@ -14,13 +14,12 @@ import pytest
 from tiny import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer
 
 
+pytestmark = pytest.mark.slow
+
 PROCESS = """
 import dis, json, os, sys
 sys.modules["diffllama"] = None  # from here on importing it fails
 import torch, transformers
-
-
-pytestmark = pytest.mark.slow
 
 IMPORTS = (dis.opmap["IMPORT_NAME"], dis.opmap["IMPORT_FROM"])
 OBJECTS = ("builtins.id", "object.__getattr__", "sys._getframe", "sys._getframemodulename")  # these leave no process

@@ -1,0 +1,153 @@
+"""peft adapts the model as it adapts a Llama."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftConfig,
+    PeftModel,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
+from safetensors.torch import load_file, save_file
+from tiny import VARIANTS, tiny_model, tokens
+from transformers import PreTrainedModel
+
+from diffllama import DiffLlamaForCausalLM
+
+
+TASK = "CAUSAL_LM"
+METHODS: dict[str, PeftConfig] = {
+    "LoRA": LoraConfig(task_type=TASK),
+    "DoRA": LoraConfig(task_type=TASK, use_dora=True),
+    "AdaLoRA": AdaLoraConfig(task_type=TASK, total_step=100),
+    "IA3": IA3Config(task_type=TASK),
+    "LoHa": LoHaConfig(task_type=TASK),
+    "OFT": OFTConfig(task_type=TASK, oft_block_size=8),
+    "VeRA": VeraConfig(task_type=TASK),
+}
+"""Methods that need layers to adapt, none of which is named."""
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(tokens(2, 9)).logits
+
+
+def train(model: torch.nn.Module, steps: int = 3) -> list[float]:
+    """Trains what is trainable. Returns the losses."""
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    losses = []
+    for _ in range(steps):
+        loss = model.train()(tokens(2, 9), labels=tokens(2, 9)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    "imports", ["import diffllama, peft", "import peft, diffllama", "import peft.utils, diffllama"]
+)
+def test_every_method_knows_a_llamas_layers_in_whatever_order_one_imports(imports: str) -> None:
+    code = f"""{imports}
+import peft.utils.constants as constants
+known = {{n: m for n, m in vars(constants).items() if n.startswith("TRANSFORMERS_MODELS_TO_") and "llama" in m}}
+assert len(known) > 5
+print(all(mapping["diff_llama"] == mapping["llama"] for mapping in known.values()))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "True"
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_adapter_without_named_layers_begins_as_the_model_and_learns(
+    variant: str, method: str, tmp_path: Path
+) -> None:
+    base = logits(tiny_model(variant))
+    model = get_peft_model(tiny_model(variant), METHODS[method])
+    torch.testing.assert_close(logits(model), base, rtol=0, atol=1e-5)
+    before = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    losses = train(model)
+    assert losses[-1] < losses[0]
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
+    adapted = logits(model)
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(tiny_model(variant), tmp_path)
+    assert torch.equal(logits(again), adapted)
+    merged = again.merge_and_unload()
+    assert type(merged) is DiffLlamaForCausalLM
+    torch.testing.assert_close(logits(merged), adapted, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lora_adapts_queries_and_values_by_default(variant: str) -> None:
+    model = get_peft_model(tiny_model(variant), LoraConfig(task_type=TASK))
+    adapted = {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad}
+    assert adapted == {"q_proj", "v_proj"}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_prompt_tuning_learns(variant: str) -> None:
+    model = get_peft_model(tiny_model(variant), PromptTuningConfig(task_type=TASK, num_virtual_tokens=4))
+    losses = train(model, steps=5)
+    assert losses[-1] < losses[0]
+
+
+def test_v2s_projection_of_lambda_can_be_trained_in_full_beside_an_adapter(tmp_path: Path) -> None:
+    model = get_peft_model(tiny_model("v2"), LoraConfig(task_type=TASK, modules_to_save=["lambda_proj"]))
+    layer = model.base_model.model.model.layers[0].self_attn
+    before = layer.lambda_proj.modules_to_save["default"].weight.clone()
+    train(model)
+    assert not torch.equal(layer.lambda_proj.modules_to_save["default"].weight, before)
+    adapted = logits(model)
+    model.save_pretrained(tmp_path)
+    assert any("lambda_proj" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+    merged = PeftModel.from_pretrained(tiny_model("v2"), tmp_path).merge_and_unload()
+    torch.testing.assert_close(logits(merged), adapted, rtol=0, atol=2e-5)
+
+
+REMOTE = """
+import sys
+sys.modules["diffllama"] = None  # from here on importing it fails
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("base", trust_remote_code=True)
+assert type(model).__module__.startswith("transformers_modules.")
+ids = load_file("ids.safetensors")["ids"]
+with torch.no_grad():
+    save_file({"logits": PeftModel.from_pretrained(model, "adapter").eval()(ids).logits}, "logits.safetensors")
+"""
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_adapter_loads_onto_the_model_of_remote_code(variant: str, tmp_path: Path) -> None:
+    base: PreTrainedModel = tiny_model(variant, attn_implementation="sdpa")
+    base.save_pretrained(tmp_path / "base")
+    model = get_peft_model(base, LoraConfig(task_type=TASK))
+    train(model)
+    model.save_pretrained(tmp_path / "adapter")
+    save_file({"ids": tokens(2, 9)}, tmp_path / "ids.safetensors")
+    env = os.environ | {
+        "HF_MODULES_CACHE": str(tmp_path / "modules"),
+        "HF_HOME": str(tmp_path / "home"),
+    }
+    subprocess.run([sys.executable, "-c", REMOTE], cwd=tmp_path, env=env, check=True, stdin=subprocess.DEVNULL)
+    assert torch.equal(load_file(tmp_path / "logits.safetensors")["logits"], logits(model))
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["peft_type"] == "LORA"
