@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of checkpoints: other models' into ours, and ours into other models'."""
 
-import json
 import os
 import re
 import shutil
@@ -38,8 +37,9 @@ from diffllama.conversion.transformers_models import (
 from diffllama.conversion.unilm import AttentionResult, UnilmResult, UnilmSource
 from diffllama.conversion.verification import Verification, VerificationError, compare, free_memory, promise
 from diffllama.conversion.weight_map import CheckpointError, Step, check_tensors, is_dropped, plan
-from diffllama.hub_cards.cards import Facts, inherited_metadata, model_card, updated
+from diffllama.hub_cards.cards import CARD, Facts, inherited_metadata, model_card, updated
 from diffllama.hub_cards.code import code_licence
+from diffllama.hub_cards.texts import write_json
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
 
@@ -142,7 +142,7 @@ def convert(
             "options": {"variant": variant, "pairing": pairing, "dtype": dtype},
             "verification": verification,
         }
-        (folder / "conversion.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / "conversion.json", record)
         facts = Facts(
             config=ours,
             parameters=sum(step.result.numel() for step in steps.values()),
@@ -152,8 +152,8 @@ def convert(
             conversion=record,
             code_licence=code_licence(folder),
         )
-        card = model_card(facts, dest.name, inherited_metadata(src / "README.md"))
-        (folder / "README.md").write_text(updated("", card)[0], encoding="utf-8")
+        card = model_card(facts, dest.name, inherited_metadata(src / CARD))
+        (folder / CARD).write_text(updated("", card)[0], encoding="utf-8")
     return dest
 
 
@@ -173,7 +173,7 @@ def locate(src: str | os.PathLike[str], revision: str | None) -> Path:
     download = partial(snapshot_download, name, revision=revision, local_files_only=is_offline_mode())
     try:
         weights = NAMES[0].partition(".")[0]
-        names = ["config.json", "README.md", f"{weights}*.safetensors", f"{weights}*.index.json", *COMPANIONS]
+        names = ["config.json", CARD, f"{weights}*.safetensors", f"{weights}*.index.json", *COMPANIONS]
         folder = download(allow_patterns=names)
         if not list(Path(folder).glob("*.safetensors")):
             folder = download(allow_patterns=[f"{NAMES[1].partition('.')[0]}*"])

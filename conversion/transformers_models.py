@@ -19,8 +19,9 @@ from transformers.utils.import_utils import is_accelerate_available, is_gguf_ava
 from diffllama.conversion.checkpoints import Checkpoint, TensorsInMemory, open_checkpoint
 from diffllama.conversion.verification import Outputs, VerificationError, model_outputs
 from diffllama.conversion.weight_map import CheckpointError, lines
-from diffllama.hub_cards.code import is_code_licence, write_code
-from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
+from diffllama.hub_cards.code import AUTO_CLASSES, is_code_licence, write_code
+from diffllama.hub_cards.texts import write_json
+from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
 
 if TYPE_CHECKING:
@@ -56,8 +57,7 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     """The model of a configuration, without values: a language model, or, of ours, what `architectures` names."""
     model_class = AutoModelForCausalLM
     if config.model_type == DiffLlamaConfig.model_type and config.architectures:
-        names = {reference.partition(".")[2]: auto_class for auto_class, reference in AUTO_MAP.items()}
-        model_class = getattr(transformers, names.get(config.architectures[0], "AutoModelForCausalLM"))
+        model_class = getattr(transformers, AUTO_CLASSES.get(config.architectures[0], "AutoModelForCausalLM"))
     with torch.device("meta"):  # whatever attention the configuration asks for might have to be fetched
         return model_class.from_config(copy.deepcopy(config), attn_implementation="eager")
 
@@ -290,10 +290,10 @@ class TransformersSource:
         file = folder / "tokenizer_config.json"
         settings = json.loads(file.read_bytes()) if file.is_file() else {}
         if settings.pop("auto_map", None) is not None:
-            file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            write_json(file, settings)
         if not loads_like(self.tokenizer, folder):
             settings["tokenizer_class"] = type(self.tokenizer).__name__
-            file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            write_json(file, settings)
             if not loads_like(self.tokenizer, folder, to_the_letter=False):
                 raise VerificationError(f"The tokenizer of {self.src} encodes otherwise in the converted folder.")
 

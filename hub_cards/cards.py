@@ -22,6 +22,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from yaml import YAMLError
 
 from diffllama.choices import VARIANTS
+from diffllama.hub_cards.code import AUTO_CLASSES
 from diffllama.hub_cards.texts import has_place
 from diffllama.hub_cards.training import training_rows
 
@@ -31,27 +32,23 @@ if TYPE_CHECKING:
 
 
 class Task(NamedTuple):
-    """What a model is for: the Hub's name of it, the Auto class that loads the model, and what the model is."""
+    """What a model is for: the Hub's name of it, and what the model is."""
 
     pipeline_tag: str
-    auto_class: str
     kind_of_model: str
 
 
 TASKS = {
-    "DiffLlamaForCausalLM": Task("text-generation", "AutoModelForCausalLM", "language model"),
-    "DiffLlamaForSequenceClassification": Task(
-        "text-classification", "AutoModelForSequenceClassification", "classifier of texts"
-    ),
-    "DiffLlamaForTokenClassification": Task(
-        "token-classification", "AutoModelForTokenClassification", "classifier of tokens"
-    ),
-    "DiffLlamaForQuestionAnswering": Task(
-        "question-answering", "AutoModelForQuestionAnswering", "model for extractive question answering"
-    ),
-    "DiffLlamaModel": Task("feature-extraction", "AutoModel", "model without a head"),
+    "DiffLlamaForCausalLM": Task("text-generation", "language model"),
+    "DiffLlamaForSequenceClassification": Task("text-classification", "classifier of texts"),
+    "DiffLlamaForTokenClassification": Task("token-classification", "classifier of tokens"),
+    "DiffLlamaForQuestionAnswering": Task("question-answering", "model for extractive question answering"),
+    "DiffLlamaModel": Task("feature-extraction", "model without a head"),
 }
 """Class of ours -> what it is for."""
+
+CARD = "README.md"
+"""What the Hub takes for a card."""
 
 INHERITED = ("license", "license_name", "license_link", "language")
 """What a card's metadata says of a model and of those made from it."""
@@ -171,6 +168,7 @@ def model_card(
         trust=", trust_remote_code=True" if facts.ours else "",
         ours=facts.ours,
         task=task,
+        auto_class=AUTO_CLASSES[facts.architecture],
         training=training_rows(facts.training or {}),
         harness=sorted({row["harness"] for row in facts.evaluation if "harness" in row}),
         bases=as_list(metadata.get("base_model")),
@@ -200,8 +198,9 @@ def requirements() -> list[str]:
 def inherited_metadata(card: Path) -> dict[str, Any]:
     """What the card of a model that another one is made from says of that one too: licence and languages."""
     try:
-        metadata = ModelCard(card.read_text(encoding="utf-8"), ignore_metadata_errors=True).data.to_dict()
-    except (OSError, ValueError, YAMLError):  # no card, or none that can be read: nothing is known
+        text = read_card(card)
+        metadata = ModelCard(text, ignore_metadata_errors=True).data.to_dict() if text else {}
+    except (OSError, ValueError, YAMLError):  # none that can be read: nothing is known
         return {}
     return {name: metadata[name] for name in INHERITED if name in metadata}
 
@@ -258,11 +257,21 @@ def section(name: str, caller: Callable[[], str]) -> str:
     return f"<!-- diffllama:{name} {digest(text)} -->\n{body}<!-- /diffllama:{name} -->\n\n"
 
 
+def front_and_body(text: str) -> tuple[str, str]:
+    """The metadata of a card, as it is written, and the text behind it."""
+    block = REGEX_YAML_BLOCK.search(text)
+    return (block[2], text[block.end() :]) if block else ("", text)
+
+
+def is_edited(match: re.Match[str]) -> bool:
+    """Whether somebody has edited a section since it was generated."""
+    return digest(match[3]) != match[2]
+
+
 def written_by_hand(text: str) -> str:
     """What people wrote into a card, beside its metadata: sections that were edited, and text that is in none."""
-    block = REGEX_YAML_BLOCK.search(text)
-    body = text[block.end() :] if block else text
-    return _SECTION.sub(lambda match: match[0] if digest(match[3]) != match[2] else "", body).strip()
+    _, body = front_and_body(text)
+    return _SECTION.sub(lambda match: match[0] if is_edited(match) else "", body).strip()
 
 
 def pinned_revision(text: str) -> str | None:
@@ -275,10 +284,9 @@ def repinned(text: str, revision: str) -> str:
     """A card whose code loads another commit. Sections that somebody edited stay as they are."""
 
     def replace(match: re.Match[str]) -> str:
-        name, generated, body = match.groups()
-        if digest(body) != generated:
+        if is_edited(match):
             return match[0]
-        return section(name, lambda: _PIN.sub(revision, body)).removesuffix("\n")
+        return section(match[1], lambda: _PIN.sub(revision, match[3])).removesuffix("\n")
 
     return _SECTION.sub(replace, text)
 
@@ -290,10 +298,22 @@ def updated_card(
     metadata: Mapping[str, Any] | None = None,
     repo: str | None = None,
     revision: str | None = None,
+    where: str = CARD,
 ) -> tuple[str, list[str]]:
-    """The text of a card with new facts, see `model_card` and `updated`. Metadata that is given goes before the old."""
-    known = card_metadata(old, "README.md") | dict(metadata or {})
-    return updated(old, model_card(facts, name, known, repo, revision))
+    """The text of a card with new facts, see `model_card` and `updated`. Metadata that is given goes before the old.
+
+    Raises:
+        ValueError: the old card or the facts have something unexpected; the message says `where` the card is.
+    """
+    known = card_metadata(old, where) | dict(metadata or {})
+    try:
+        new = model_card(facts, name, known, repo, revision)
+    except Exception as error:  # facts are from JSON files, which can have anything where something else is expected
+        raise ValueError(
+            f"No card can be made of {where} and conversion.json, training.json and evaluation.json beside it: one has "
+            f"something unexpected: {type(error).__name__}: {error}"
+        ) from error
+    return updated(old, new)
 
 
 def updated(old: str, new: ModelCard) -> tuple[str, list[str]]:
@@ -314,18 +334,16 @@ def updated(old: str, new: ModelCard) -> tuple[str, list[str]]:
     edited = []
 
     def replace(match: re.Match[str]) -> str:
-        name, generated, text = match.groups()
-        if digest(text) != generated:
-            edited.append(name)
-        return match[0] if name in edited else sections.get(name, "")
+        if is_edited(match):
+            edited.append(match[1])
+        return match[0] if match[1] in edited else sections.get(match[1], "")
 
-    block = REGEX_YAML_BLOCK.search(old)
-    text = old[block.end() :] if block else old
+    front, text = front_and_body(old)
     if _SECTION.search(text):
         text = _SECTION.sub(replace, text)
     else:
         text = f"{text.rstrip()}\n\n{new.text.lstrip()}" if text.strip() else new.text
-    comments = [line for line in (block[2].splitlines() if block else ()) if line.startswith("#")]
+    comments = [line for line in front.splitlines() if line.startswith("#")]
     head = "\n".join(("---", *comments, new.data.to_yaml(), "---"))
     return f"{head}\n\n{text.strip()}\n", edited
 
@@ -344,14 +362,14 @@ def settled_card(mine: str, theirs: str, here: str, there: str, otherwise: str) 
     advice = f"Bring what {there} has into the one of {here}, or {otherwise}."
     written = [set(written_by_hand(text).splitlines()) for text in (mine, theirs)]
     if not (written[0] <= written[1] or written[1] <= written[0]):
-        raise ValueError(f"People wrote different things into README.md of {here} and of {there}. {advice}")
-    known, other = card_metadata(mine, f"README.md of {here}"), card_metadata(theirs, f"README.md of {there}")
+        raise ValueError(f"People wrote different things into {CARD} of {here} and of {there}. {advice}")
+    known, other = card_metadata(mine, f"{CARD} of {here}"), card_metadata(theirs, f"{CARD} of {there}")
     merged = other | known
     for name in known.keys() & other.keys() - GENERATED:
         if known[name] != other[name]:
             if not isinstance(known[name], list) and not isinstance(other[name], list):
                 values = f"{known[name]!r} in {here} and {other[name]!r} in {there}"
-                raise ValueError(f"`{name}` in README.md is {values}. {advice}")
+                raise ValueError(f"`{name}` in {CARD} is {values}. {advice}")
             theirs_first = as_list(other[name])
             merged[name] = theirs_first + [value for value in as_list(known[name]) if value not in theirs_first]
     return (mine if written[1] <= written[0] else theirs), merged

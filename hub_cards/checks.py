@@ -13,10 +13,10 @@ from jinja2 import TemplateSyntaxError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
-from diffllama.conversion.checkpoints import PICKLES, SafetensorsFile, open_checkpoint, open_file
+from diffllama.conversion.checkpoints import NAMES, PICKLES, SafetensorsFile, open_checkpoint, open_file
 from diffllama.conversion.transformers_models import TOKENIZER_FILES, expected_tensors, leads_out
 from diffllama.conversion.weight_map import CheckpointError, check_tensors
-from diffllama.hub_cards.cards import TASKS, card_metadata, read_card
+from diffllama.hub_cards.cards import CARD, TASKS, card_metadata, read_card
 from diffllama.hub_cards.code import HubCodeError, differences, hub_code
 from diffllama.hub_cards.texts import SECRET_NAMES, has_place, load_json, read_json, secrets, strings
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
@@ -30,8 +30,6 @@ RUN_SUFFIXES = (
 
 ARCHIVES = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"7z\xbc\xaf": "7z"}
 """How compressed files begin; what is in them is not looked into."""
-
-CARD = "README.md"
 
 HIDDEN_CODE = ("custom_pipelines", "_attn_implementation", "attn_implementation", "_experts_implementation")
 """Fields of config.json for which transformers fetches or runs more code than `auto_map` names."""
@@ -90,7 +88,7 @@ def check(folder: str | os.PathLike[str]) -> list[Finding]:
         return [*findings, config]
     findings += check_config(folder)
     for name, look in (
-        ("model.safetensors", check_weights),
+        (NAMES[0], check_weights),
         ("tokenizer_config.json", check_tokenizer),
         ("generation_config.json", check_generation),
         (CARD, check_card),
@@ -181,7 +179,7 @@ def check_code(folder: Path) -> Iterator[Finding]:
     try:
         code = hub_code(folder)
     except HubCodeError as error:
-        yield from (finding(line.strip()) for line in str(error).splitlines()[1:])
+        yield from (finding(fault) for fault in error.faults)
         return
     yield from (finding(line, wrong=False) for line in differences(code))
     for file in sent_files(folder):
@@ -234,8 +232,8 @@ def architecture_of(config: PreTrainedConfig) -> str:
 
 def check_weights(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding]:
     """Checks the headers of the weights against the configuration, and the index against them."""
-    index = folder / "model.safetensors.index.json"
-    name = index.name if index.is_file() else "model.safetensors"
+    index = folder / f"{NAMES[0]}.index.json"
+    name = index.name if index.is_file() else NAMES[0]
     try:
         checkpoint = open_checkpoint(folder)
         files = {tensor: file for tensor, (file, _) in checkpoint.homes.items()}

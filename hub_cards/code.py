@@ -25,6 +25,9 @@ SOURCE = Path(modeling_diff.__file__).parent
 OURS = ("diffllama", "modeling_diff", "configuration", "conversion", "hub_cards")
 """Names under which a file might import this package, which the Hub's machines do not have."""
 
+AUTO_CLASSES = {reference.partition(".")[2]: auto_class for auto_class, reference in AUTO_MAP.items()}
+"""Class of ours -> the Auto class that loads it."""
+
 INSTALLED = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_names}
 """What every machine has that loads a model with transformers."""
 
@@ -32,7 +35,15 @@ _STAMP = re.compile(r"^# From diffllama (?P<version>\S+?)(?:, commit (?P<commit>
 
 
 class HubCodeError(ValueError):
-    """Code that the Hub's loader cannot follow. The message lists every fault, a line each."""
+    """Code that the Hub's loader cannot follow. The message lists every fault, a line each.
+
+    Attributes:
+        faults: what is wrong, each with the file's name before it.
+    """
+
+    def __init__(self, folder: Path, faults: list[str]) -> None:
+        super().__init__("\n  ".join((f"The Hub's loader cannot follow the code in {folder}:", *faults)))
+        self.faults = faults
 
 
 def hub_code(folder: Path = SOURCE, auto_map: Mapping[str, str] = AUTO_MAP) -> dict[str, str]:
@@ -89,7 +100,7 @@ def hub_code(folder: Path = SOURCE, auto_map: Mapping[str, str] = AUTO_MAP) -> d
         faults += [f"{path.name}: {fault}" for fault in more]
         ahead += sorted(relative)
     if faults:
-        raise HubCodeError("\n  ".join((f"The Hub's loader cannot follow the code in {folder}:", *faults)))
+        raise HubCodeError(folder, faults)
     return code
 
 

@@ -2,10 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Complete Hub folders, made of any model of ours, and their cards."""
 
-import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,11 @@ from diffllama.conversion.checkpoints import Checkpoint, Progress, fingerprint, 
 from diffllama.conversion.output_folder import check_apart, check_free, new_folder
 from diffllama.conversion.transformers_models import TransformersSource, expected_tensors, has_chat_template
 from diffllama.conversion.weight_map import Step, check_tensors, lines
-from diffllama.hub_cards.cards import (
-    TASKS,
-    Facts,
-    card_metadata,
-    read_card,
-    settled_card,
-    updated_card,
-    written_by_hand,
-)
-from diffllama.hub_cards.checks import CARD, HIDDEN_CODE, FolderError, architecture_of, check
+from diffllama.hub_cards.cards import CARD, TASKS, Facts, read_card, settled_card, updated_card, written_by_hand
+from diffllama.hub_cards.checks import HIDDEN_CODE, Finding, FolderError, architecture_of, check
 from diffllama.hub_cards.code import code_licence, write_code
 from diffllama.hub_cards.evaluation import evaluation_rows
-from diffllama.hub_cards.texts import forget_places, read_json, write_json
+from diffllama.hub_cards.texts import as_json, forget_places, read_json, write_json
 from diffllama.hub_cards.training import training_record
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
 
@@ -43,6 +34,7 @@ def export(
     overwrite: bool = False,
     max_shard_size: int | str = "5GB",
     progress: Progress | None = None,
+    show: Callable[[list[Finding]], None] | None = None,
 ) -> Path:
     """Makes a complete Hub folder of a model of ours.
 
@@ -59,6 +51,7 @@ def export(
         overwrite: whether a `dest` that exists is replaced, if it is a model folder.
         max_shard_size: bytes, or a text like "5GB".
         progress: called with the number of bytes written and their total.
+        show: called with what is good to know about the folder, see `check`.
 
     Returns:
         `dest`, absolute.
@@ -96,7 +89,7 @@ def export(
         old, inherited = settled_card(old, read_card(dest / CARD), str(src), str(dest), otherwise)
         metadata = inherited | dict(metadata or {})
     facts = facts_of(config, checkpoint, records, src)
-    card, _ = card_of(old, facts, dest.name, metadata, src)
+    card, _ = updated_card(old, facts, dest.name, metadata, where=str(src / CARD))
 
     steps = {name: Step((name,), lambda same: same, tensor, copied=True) for name, tensor in checkpoint.tensors.items()}
     check_space(sum(tensor.nbytes for tensor in checkpoint.tensors.values()), dest)
@@ -115,8 +108,11 @@ def export(
             GenerationConfig.from_model_config(config).save_pretrained(folder)
         write_code(folder)
         (folder / CARD).write_text(card, encoding="utf-8", newline="\n")
-        if wrong := [str(finding) for finding in check(folder) if finding.wrong]:
+        findings = check(folder)
+        if wrong := [str(finding) for finding in findings if finding.wrong]:
             raise FolderError(lines(f"{src} cannot become a Hub folder", wrong))
+    if show is not None:
+        show(findings)
     return dest
 
 
@@ -163,26 +159,6 @@ def facts_of(config: DiffLlamaConfig, checkpoint: Checkpoint, records: Mapping[s
     )
 
 
-def card_of(
-    old: str,
-    facts: Facts,
-    name: str,
-    metadata: Mapping[str, Any] | None,
-    folder: Path,
-    repo: str | None = None,
-    revision: str | None = None,
-) -> tuple[str, list[str]]:
-    """`updated_card`, with the folder's name in errors."""
-    known = card_metadata(old, str(folder / CARD)) | dict(metadata or {})
-    try:
-        return updated_card(old, facts, name, known, repo, revision)
-    except Exception as error:  # JSON files can have anything where something else is expected
-        raise ValueError(
-            f"No card can be made of {folder}: conversion.json, training.json, evaluation.json or {CARD} has something "
-            f"unexpected: {type(error).__name__}: {error}"
-        ) from error
-
-
 def folder_facts(folder: Path, results: Iterable[str | os.PathLike[str]] = ()) -> Facts:
     """What a folder tells of its model, and result files besides.
 
@@ -216,10 +192,11 @@ def write_card(
     """
     folder, results = Path(os.path.abspath(folder)), list(results)
     facts = folder_facts(folder, results)
-    text, edited = card_of(read_card(folder / CARD), facts, folder.name, metadata, folder)
+    card = folder / CARD
+    text, edited = updated_card(read_card(card), facts, folder.name, metadata, where=str(card))
     if results:
-        replace_file(folder / "evaluation.json", json.dumps({"results": facts.evaluation}, indent=2) + "\n")
-    replace_file(folder / CARD, text)
+        replace_file(folder / "evaluation.json", as_json({"results": facts.evaluation}))
+    replace_file(card, text)
     return edited
 
 

@@ -52,9 +52,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def as_json(content: Any) -> str:
+    """The text of a JSON file."""
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
 def write_json(path: Path, content: Any) -> None:
     """Writes a JSON file."""
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
+    path.write_text(as_json(content), encoding="utf-8", newline="\n")
 
 
 def strings(content: Any, where: str = "") -> Iterator[tuple[str, str]]:

@@ -25,10 +25,19 @@ from diffllama import __version__
 from diffllama.conversion.checkpoints import NAMES
 from diffllama.conversion.transformers_models import COMPANIONS
 from diffllama.conversion.weight_map import lines
-from diffllama.hub_cards.cards import card_metadata, pinned_revision, read_card, repinned, settled_card
-from diffllama.hub_cards.checks import CARD, Finding, FolderError, check, check_code, check_files, sent_files
+from diffllama.hub_cards.cards import (
+    CARD,
+    card_metadata,
+    pinned_revision,
+    read_card,
+    repinned,
+    settled_card,
+    updated_card,
+)
+from diffllama.hub_cards.checks import Finding, FolderError, check, check_code, check_files, sent_files
 from diffllama.hub_cards.code import hub_code
-from diffllama.hub_cards.hub_folder import card_of, folder_facts
+from diffllama.hub_cards.hub_folder import folder_facts
+from diffllama.hub_cards.texts import as_json
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
 
 
@@ -138,7 +147,7 @@ def push(
     if code_only:
         sent = {name: folder / name for name in hub_code(folder)}
         if model.get("auto_map") != AUTO_MAP:
-            sent["config.json"] = (json.dumps(model | {"auto_map": AUTO_MAP}, indent=2) + "\n").encode()
+            sent["config.json"] = as_json(model | {"auto_map": AUTO_MAP}).encode()
     else:
         files = {file.relative_to(folder).as_posix(): file for file in sent_files(folder)}
         sent = {name: file for name, file in files.items() if name != CARD}
@@ -174,7 +183,7 @@ def push(
     if code_only:
         text = repinned(on_hub, pin)
     else:
-        text, _ = card_of(card, facts, repo.partition("/")[2], metadata, folder, repo, pin)
+        text, _ = updated_card(card, facts, repo.partition("/")[2], metadata, repo, pin, where=str(folder / CARD))
     last = files_commit
     if text != on_hub:
         opens = create_pr and files_commit.pr_url is None

@@ -41,7 +41,7 @@ class _After(MetaPathFinder):
                 execute(module)
                 self.then(module)
 
-            spec.loader.exec_module = execute_and_more  # type: ignore[method-assign]
+            spec.loader.exec_module = execute_and_more  # type: ignore[method-assign]  # wraps this loader only
         return spec
 
 

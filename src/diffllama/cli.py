@@ -166,9 +166,9 @@ def export(
     and checked, or not at all.
     """
     err.print(f"Reading {src}", markup=False)
-    from diffllama.hub_cards import check as look
     from diffllama.hub_cards import export as run  # takes seconds to import
 
+    findings: list[Finding] = []
     with writing("Weights written") as show:
         folder = run(
             src,
@@ -178,8 +178,9 @@ def export(
             overwrite=overwrite,
             max_shard_size=max_shard_size,
             progress=show,
+            show=findings.extend,
         )
-    show_findings(look(folder))
+    show_findings(findings)
     err.print(f"Wrote {folder}", markup=False)
 
 
