@@ -25,6 +25,7 @@ from tiny import VARIANTS, tiny_model, tokens
 from transformers import PreTrainedModel
 
 from diffllama import DiffLlamaForCausalLM
+from diffllama.training.lambdas import train_lambdas
 
 
 TASK = "CAUSAL_LM"
@@ -137,12 +138,15 @@ with torch.no_grad():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_an_adapter_loads_onto_the_model_of_remote_code(variant: str, tmp_path: Path) -> None:
+def test_an_adapter_and_its_trained_lambda_load_onto_the_model_of_remote_code(variant: str, tmp_path: Path) -> None:
     base: PreTrainedModel = tiny_model(variant, attn_implementation="sdpa")
     base.save_pretrained(tmp_path / "base")
-    model = get_peft_model(base, LoraConfig(task_type=TASK))
+    model = get_peft_model(base, LoraConfig(task_type=TASK, modules_to_save=["lambda_proj"]))
+    if variant == "v1":  # has no such module
+        train_lambdas(model)
     train(model)
     model.save_pretrained(tmp_path / "adapter")
+    assert any("lambda_" in name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
     save_file({"ids": tokens(2, 9)}, tmp_path / "ids.safetensors")
     env = os.environ | {
         "HF_MODULES_CACHE": str(tmp_path / "modules"),
