@@ -1,0 +1,52 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Training stops at a NaN, before it reaches the weights."""
+
+import math
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainingArguments
+
+
+class StopOnNonFiniteCallback(TrainerCallback):
+    """Stops a training at the first step whose gradients are not finite, before they touch the weights.
+
+    (The Trainer itself goes on, and shows the mean of earlier losses in place of one that is NaN.) Under DeepSpeed,
+    which keeps gradients to itself, it stops when such a step is logged. Under fp16 it lets gradients be: the loss
+    scaler skips steps that overflow.
+
+    Raises:
+        FloatingPointError: with the step, from `Trainer.train`.
+    """
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Has losses logged as they are."""
+        args.logging_nan_inf_filter = False
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Looks at the gradients."""
+        if args.fp16:
+            return
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        largest = torch.nn.utils.get_total_norm(gradients, math.inf) if gradients else torch.zeros(())
+        if hasattr(largest, "full_tensor"):  # sharded
+            largest = largest.full_tensor()
+        if not torch.isfinite(largest):
+            raise FloatingPointError(
+                f"Step {state.global_step + 1}: the gradients are not finite (NaN or infinite). Its batch was not "
+                f"learned: the weights are those of step {state.global_step}. Look at what it read, the learning rate "
+                f"and mixed precision, and resume from the last checkpoint in {args.output_dir}."
+            )
+
+    def on_log(self, args: TrainingArguments, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Looks at what is logged."""
+        for name in ("loss", "grad_norm"):
+            value = (logs or {}).get(name, 0.0)
+            if not (math.isfinite(value) or (args.fp16 and name == "grad_norm")):
+                raise FloatingPointError(
+                    f"Step {state.global_step}: `{name}` is {value}. The weights may be lost: resume from an earlier "
+                    f"checkpoint in {args.output_dir}."
+                )

@@ -1,0 +1,132 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How far the two maps of differential heads are apart, measured while a model is trained."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import AttentionInterface, PreTrainedModel, Trainer, TrainerCallback
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+from diffllama.modeling_diff.modeling_diffllama import eager_attention_forward
+
+
+MEASURING = "diffllama_measuring"
+"""The name under which transformers finds `measuring_attention`."""
+
+
+def measuring_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    differential_lambda: torch.Tensor,
+    measured: list[dict[str, float]],
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Eager attention that appends to `measured` what `differential_stats` says of this layer."""
+    kwargs |= {"output_attentions": True, "output_softmax_maps": True}  # peft passes the former
+    output, maps = eager_attention_forward(
+        module, query, key, value, attention_mask, differential_lambda=differential_lambda, **kwargs
+    )
+    assert maps is not None
+    first, second = maps.unflatten(1, (-1, 2)).unbind(2)  # [b, h, n, m]
+    weight = differential_lambda if differential_lambda.dim() == 1 else differential_lambda.transpose(1, 2)
+    q1, q2 = query.unflatten(1, (-1, 2)).unbind(2)  # [b, h, n, D]
+    if module.diff_variant == "v1":  # padded with zeros, each on its side
+        q1, q2 = q1[..., : module.map_dim], q2[..., module.map_dim :]
+    measured.append(
+        {
+            "cosine": F.cosine_similarity(q1.float(), q2.float(), dim=-1).mean().item(),
+            "lambda": differential_lambda.mean().item(),
+            "cancelled": torch.minimum(first, weight * second).clamp(min=0).sum(-1).mean().item(),
+        }
+    )
+    return output, None
+
+
+AttentionInterface.register(MEASURING, measuring_attention)
+AttentionMaskInterface.register(MEASURING, eager_mask)
+
+
+@contextmanager
+def measuring(model: torch.nn.Module) -> Iterator[None]:
+    """Has the differential model in `model` compute with `measuring_attention`, in evaluation mode."""
+    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    model_type = getattr(getattr(inner, "config", None), "model_type", type(model).__name__)
+    if inner is None or model_type != "diff_llama":
+        raise ValueError(f"The model must be a differential Llama (`diff_llama`), got `{model_type}`.")
+    implementation = inner.config._attn_implementation
+    in_training = [module for module in model.modules() if module.training]
+    model.eval()
+    inner.set_attn_implementation(MEASURING)
+    try:
+        yield
+    finally:
+        inner.set_attn_implementation(implementation)
+        for module in in_training:
+            module.training = True
+
+
+@torch.no_grad()
+def differential_stats(model: torch.nn.Module, input_ids: torch.Tensor) -> dict[str, list[float]]:
+    """How far the two maps of each layer's heads are apart, on some text.
+
+    Args:
+        model: a differential Llama with any head, also under peft, DDP or FSDP (there, on every process).
+        input_ids: token ids [b, n] without padding. Every layer makes maps [b, 2h, n, n]: a few hundred tokens do.
+
+    Returns:
+        One number per layer, mean over tokens and heads, for each of
+        `cosine`, of the two queries after rotation: 1 where both maps ask the same;
+        `lambda`;
+        `cancelled`, the share of the first map that the second one takes away: Σ min(A1, λ·A2) of each row (0 where
+        they look at different tokens, min(1, λ) where they are equal).
+
+    Raises:
+        ValueError: the model is not differential.
+    """
+    measured: list[dict[str, float]] = []
+    device = next(model.parameters()).device
+    with measuring(model):
+        model(input_ids=input_ids.to(device), use_cache=False, measured=measured)
+    return {name: [layer[name] for layer in measured] for name in ("cosine", "lambda", "cancelled")}
+
+
+class DifferentialStatsCallback(TrainerCallback):
+    """Logs means over layers of `differential_stats`, as `diff_cosine`, `diff_lambda` and `diff_cancelled`.
+
+    They are logged before the first step and beside every loss, by the Trainer itself: they reach its history and every
+    logger in `report_to`. Training is not disturbed: the same weights come out to the bit.
+
+        trainer.add_callback(DifferentialStatsCallback(trainer, input_ids))
+
+    Args:
+        trainer: the Trainer that is to log, of transformers or TRL.
+        input_ids: token ids [b, n] to measure on, the same ones each time.
+    """
+
+    def __init__(self, trainer: Trainer, input_ids: torch.Tensor) -> None:
+        self.trainer = trainer
+        self.input_ids = input_ids
+
+    def log(self, model: torch.nn.Module) -> None:
+        """Measures and logs."""
+        stats = differential_stats(model, self.input_ids)
+        self.trainer.log({f"diff_{name}": fmean(layers) for name, layers in stats.items()})
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Logs where the training starts, unless it is resumed."""
+        if state.global_step == 0:
+            self.log(model)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any) -> None:
+        """Logs beside every loss."""
+        if "loss" in (logs or {}):
+            self.log(model)
