@@ -1,10 +1,12 @@
 """peft adapts the model as it adapts a Llama."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +21,11 @@ from peft import (
     PromptTuningConfig,
     VeraConfig,
     get_peft_model,
+    prepare_model_for_kbit_training,
 )
 from safetensors.torch import load_file, save_file
 from tiny import VARIANTS, tiny_model, tokens
-from transformers import PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from diffllama import DiffLlamaForCausalLM
 from diffllama.training.lambdas import train_lambdas
@@ -121,25 +124,127 @@ def test_v2s_projection_of_lambda_can_be_trained_in_full_beside_an_adapter(tmp_p
     torch.testing.assert_close(logits(merged), adapted, rtol=0, atol=2e-5)
 
 
+NF4 = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_compute_dtype": torch.float32,
+    "llm_int8_skip_modules": ["lambda_proj", "lm_head"],
+}
+"""4 bits, but for the projection of λ: it could not be trained, and bitsandbytes' CPU kernel wants 32 outputs or more.
+Naming one module to skip drops transformers' own list, which is the head."""
+DIVISIBLE = {"intermediate_size": 128}  # by the 64 weights that have one scale
+
+
+def quantized(folder: Path, **fields: Any) -> PreTrainedModel:
+    config = BitsAndBytesConfig(**fields)
+    return DiffLlamaForCausalLM.from_pretrained(folder, quantization_config=config, attn_implementation="eager")
+
+
+def dequantized(model: PreTrainedModel, variant: str) -> PreTrainedModel:
+    """A model in float32 with the rounded weights of one in 4 bits that has computed nothing yet."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    rounded = tiny_model(variant, **DIVISIBLE)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            state = getattr(p, "quant_state", None)
+            rounded.get_parameter(name).copy_(p if state is None else dequantize_4bit(p.data, state))
+    return rounded
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_in_4_bits_only_linear_layers_are_rounded(variant: str, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    base = tiny_model(variant, **DIVISIBLE)
+    base.save_pretrained(tmp_path)
+    model = quantized(tmp_path, **NF4)
+    rounded = dequantized(model, variant)
+    floats = dict(base.named_parameters())
+    errors = {name: ((p - floats[name]).std() / floats[name].std()).item() for name, p in rounded.named_parameters()}
+    changed = {name for name in floats if "_proj." in name and "lambda" not in name}
+    assert all(
+        0 < error < 0.12 if name in changed else error == 0 for name, error in errors.items() if "norm" not in name
+    )
+    torch.testing.assert_close(model(tokens(2, 9)).logits, rounded(tokens(2, 9)).logits, rtol=0, atol=1e-4)
+    expected = logits(rounded)  # without gradients, kernels round more
+    assert (logits(model) - expected).std() < 0.05 * expected.std()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_in_8_bits_the_logits_are_almost_the_models(variant: str, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    base = tiny_model(variant, initializer_range=0.1)
+    base.save_pretrained(tmp_path)
+    expected = logits(base)
+    assert 0 < (logits(quantized(tmp_path, load_in_8bit=True)) - expected).std() < 0.05 * expected.std()
+
+
+@pytest.mark.parametrize("bits", [NF4, {"load_in_8bit": True}], ids=["4 bits", "8 bits"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_adapter_learns_on_a_quantized_model_and_loads(variant: str, bits: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    tiny_model(variant, **DIVISIBLE).save_pretrained(tmp_path / "base")
+    model = prepare_model_for_kbit_training(quantized(tmp_path / "base", **bits))
+    model = get_peft_model(model, LoraConfig(task_type=TASK))
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    losses = train(model)
+    assert losses[-1] < losses[0]
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name in before if "lora_" in name}
+    assert {name.split(".")[-4] for name in moved} == {"q_proj", "v_proj"}
+    model.save_pretrained(tmp_path / "adapter")
+    again = quantized(tmp_path / "base", **bits)
+    if "load_in_4bit" in bits:
+        rounded = PeftModel.from_pretrained(dequantized(again, variant), tmp_path / "adapter")
+        expected = rounded.train()(tokens(2, 9)).logits
+        torch.testing.assert_close(model.train()(tokens(2, 9)).logits, expected, rtol=0, atol=1e-3)
+    assert torch.equal(logits(PeftModel.from_pretrained(again, tmp_path / "adapter")), logits(model))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lambda_is_trained_in_full_beside_an_adapter_of_a_quantized_model(variant: str, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    tiny_model(variant, **DIVISIBLE).save_pretrained(tmp_path / "base")
+    model = prepare_model_for_kbit_training(quantized(tmp_path / "base", **NF4))
+    model = get_peft_model(model, LoraConfig(task_type=TASK, modules_to_save=["lambda_proj"]))
+    if variant == "v1":  # has no such module
+        train_lambdas(model)
+    before = {name: p.clone() for name, p in model.named_parameters() if p.requires_grad}
+    assert any("lambda_" in name for name in before)
+    losses = train(model)
+    assert losses[-1] < losses[0]
+    assert not any(torch.equal(model.get_parameter(name), p) for name, p in before.items())
+    model.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(quantized(tmp_path / "base", **NF4), tmp_path / "adapter")
+    assert torch.equal(logits(again), logits(model))
+
+
 REMOTE = """
+import importlib.util
 import sys
 sys.modules["diffllama"] = None  # from here on importing it fails
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 model = AutoModelForCausalLM.from_pretrained("base", trust_remote_code=True)
 assert type(model).__module__.startswith("transformers_modules.")
 ids = load_file("ids.safetensors")["ids"]
 with torch.no_grad():
     save_file({"logits": PeftModel.from_pretrained(model, "adapter").eval()(ids).logits}, "logits.safetensors")
+    if importlib.util.find_spec("bitsandbytes"):
+        model = AutoModelForCausalLM.from_pretrained(
+            "base", trust_remote_code=True, attn_implementation="eager",
+            quantization_config=BitsAndBytesConfig(**torch.load("bits.pt")),
+        )
+        save_file({"logits": model(ids).logits}, "quantized.safetensors")
 """
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_adapter_and_its_trained_lambda_load_onto_the_model_of_remote_code(variant: str, tmp_path: Path) -> None:
-    base: PreTrainedModel = tiny_model(variant, attn_implementation="sdpa")
+    base: PreTrainedModel = tiny_model(variant, attn_implementation="sdpa", **DIVISIBLE)
     base.save_pretrained(tmp_path / "base")
     model = get_peft_model(base, LoraConfig(task_type=TASK, modules_to_save=["lambda_proj"]))
     if variant == "v1":  # has no such module
@@ -148,6 +253,7 @@ def test_an_adapter_and_its_trained_lambda_load_onto_the_model_of_remote_code(va
     model.save_pretrained(tmp_path / "adapter")
     assert any("lambda_" in name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
     save_file({"ids": tokens(2, 9)}, tmp_path / "ids.safetensors")
+    torch.save(NF4, tmp_path / "bits.pt")
     env = os.environ | {
         "HF_MODULES_CACHE": str(tmp_path / "modules"),
         "HF_HOME": str(tmp_path / "home"),
@@ -155,3 +261,6 @@ def test_an_adapter_and_its_trained_lambda_load_onto_the_model_of_remote_code(va
     subprocess.run([sys.executable, "-c", REMOTE], cwd=tmp_path, env=env, check=True, stdin=subprocess.DEVNULL)
     assert torch.equal(load_file(tmp_path / "logits.safetensors")["logits"], logits(model))
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["peft_type"] == "LORA"
+    if importlib.util.find_spec("bitsandbytes"):
+        expected = logits(quantized(tmp_path / "base", **NF4))
+        assert torch.equal(load_file(tmp_path / "quantized.safetensors")["logits"], expected)
