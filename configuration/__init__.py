@@ -1,9 +1,10 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's model sizes and, for each differential model, the Transformer that it is compared with."""
+"""The paper's model sizes and training recipes, and for each differential model the Transformer it is compared with."""
 
 import copy
 import functools
+import re
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,28 @@ if TYPE_CHECKING:
     from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
 
+class YamlLoader(yaml.SafeLoader):
+    """Safe YAML in which 1e-3 is a number, as in YAML 1.2. (PyYAML takes it for a text: it follows YAML 1.1.)"""
+
+
+YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
 @functools.cache
+def _load(name: str, anchors: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """The entries of a YAML file here, but for those that others only refer to."""
+    text = resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
+    return {name: fields for name, fields in yaml.load(text, YamlLoader).items() if name not in anchors}
+
+
 def _presets() -> dict[str, dict[str, Any]]:
-    text = resources.files(__name__).joinpath("presets.yaml").read_text(encoding="utf-8")
-    return {name: fields for name, fields in yaml.safe_load(text).items() if name != "common"}
+    return _load("presets.yaml", ("common",))
+
+
+def _recipes() -> dict[str, dict[str, Any]]:
+    return _load("recipes.yaml", ("adamw",))
 
 
 def preset_names() -> list[str]:
@@ -42,6 +61,30 @@ def preset(name: str, **overrides: Any) -> "DiffLlamaConfig":
     if name not in _presets():
         raise ValueError(f"No preset {name!r}. Known: {', '.join(preset_names())}.")
     return DiffLlamaConfig(**{**_presets()[name], **overrides})
+
+
+def recipe_names() -> list[str]:
+    """Names that `recipe` knows."""
+    return list(_recipes())
+
+
+def recipe(name: str) -> dict[str, Any]:
+    """How the paper trained, as the beginning of a pre-training configuration.
+
+    Args:
+        name: one of `recipe_names()`: `"3b"`; `"scaling"`, its study up to 2.8B, and `"scaling-large"`, above;
+            `"long-context"`.
+
+    Returns:
+        `sequence_length` and `tokens_per_step`, in tokens; `training`, fields of transformers' `TrainingArguments`;
+        and `model`, fields of `DiffLlamaConfig`, where the recipe changes some.
+
+    Raises:
+        ValueError: there is no recipe of that name.
+    """
+    if name not in _recipes():
+        raise ValueError(f"No recipe {name!r}. Known: {', '.join(recipe_names())}.")
+    return copy.deepcopy(_recipes()[name])
 
 
 # Fields that mean the same in a LlamaConfig and a DiffLlamaConfig.
@@ -98,4 +141,4 @@ def baseline(config: "DiffLlamaConfig") -> "LlamaConfig":
     )
 
 
-__all__ = ["SHARED_FIELDS", "baseline", "preset", "preset_names"]
+__all__ = ["SHARED_FIELDS", "YamlLoader", "baseline", "preset", "preset_names", "recipe", "recipe_names"]

@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -5,10 +6,10 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from tiny import tiny_config
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, get_scheduler
 
 from diffllama import DiffLlamaConfig, DiffLlamaForCausalLM
-from diffllama.configuration import SHARED_FIELDS, baseline, preset, preset_names
+from diffllama.configuration import SHARED_FIELDS, baseline, preset, preset_names, recipe, recipe_names
 
 
 # Appendix E, table 10: hidden width, layers, differential heads; and millions of parameters, rounded down
@@ -190,3 +191,65 @@ def test_changing_a_baseline_leaves_the_model_as_it_was() -> None:
     llama.rope_parameters["rope_theta"] = 1.0
     llama.eos_token_id.append(3)
     assert (config.rope_parameters["rope_theta"], config.eos_token_id) == (10000.0, [1, 2])
+
+
+# Sections 3.1 to 3.3, appendices D and E: tokens of a sequence and a step, β2, highest learning rate, warm-up, decay,
+# billions of tokens in all, rounded
+RECIPES = {
+    "3b": (4096, 2**22, 0.95, 3.2e-4, 1000, 0.1, 1000.0),
+    "scaling": (2048, 2**18, 0.98, 1.5e-4, 375, 0.05, 10.5),
+    "scaling-large": (2048, 2**18, 0.98, 7.5e-5, 375, 0.05, 10.5),
+    "long-context": (65536, 2**22, 0.95, 8e-5, 0, 0.1, 1.5),
+}
+
+
+def test_there_is_a_recipe_for_every_training_of_the_paper() -> None:
+    assert recipe_names() == list(RECIPES)
+    with pytest.raises(ValueError, match=r"No recipe '4b'\. Known: 3b, scaling"):
+        recipe("4b")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_the_papers_and_transformers_takes_it(name: str, tmp_path: Path) -> None:
+    found = recipe(name)
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, **found["training"])
+    tokens = found["tokens_per_step"]
+    assert RECIPES[name] == (
+        found["sequence_length"], tokens, arguments.adam_beta2, arguments.learning_rate, arguments.warmup_steps,
+        arguments.weight_decay, round(arguments.max_steps * tokens / 1e9, 1),
+    )  # fmt: skip
+    assert (arguments.adam_beta1, arguments.optim, arguments.bf16) == (0.9, "adamw_torch", True)
+
+
+def test_the_3b_learning_rate_decays_linearly_to_its_end() -> None:
+    training = recipe("3b")["training"]
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=training["learning_rate"])
+    schedule = get_scheduler(
+        training["lr_scheduler_type"], optimizer, training["warmup_steps"], training["max_steps"],
+        scheduler_specific_kwargs=training["lr_scheduler_kwargs"],
+    )  # fmt: skip
+    (rate,) = schedule.lr_lambdas
+    start, end, steps = 3.2e-4, 1.28e-5, training["max_steps"]
+    for step, expected in ((500, start / 2), (1000, start), ((1000 + steps) // 2, (start + end) / 2), (steps, end)):
+        assert rate(step) * start == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_long_context_recipe_stretches_the_3b_model() -> None:
+    config = preset("3b", **recipe("long-context")["model"])
+    assert config.max_position_embeddings == 65536
+    assert config.rope_parameters["rope_theta"] == 640_000
+
+
+def test_what_a_recipe_is_changed_to_is_not_remembered() -> None:
+    recipe("3b")["training"]["learning_rate"] = 1.0
+    assert recipe("3b")["training"]["learning_rate"] == 3.2e-4
+
+
+@pytest.mark.parametrize("variant", ["v1", "v2"])
+def test_lambda_is_decayed_like_any_weight_and_norms_are_not(variant: str) -> None:
+    """As where microsoft/unilm trains: its modules mark nothing as exempt. (There, norms are decayed too.)"""
+    model = DiffLlamaForCausalLM(tiny_config(variant))
+    decayed = set(Trainer(model, TrainingArguments("unused", use_cpu=True)).get_decay_parameter_names(model))
+    exempt = {name for name, _ in model.named_parameters()} - decayed
+    assert {name for name, _ in model.named_parameters() if "lambda" in name} <= decayed
+    assert exempt == {name for name, _ in model.named_parameters() if "norm" in name}
