@@ -3,6 +3,7 @@
 """The command line. Each command is a thin front of a function of the package."""
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -269,6 +270,27 @@ def push(
         show=show,
     )
     err.print(f"{'Sent' if done.changed else 'Nothing was new'}: {done.url}", markup=False)
+
+
+@app.command()
+def pretrain(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Model, text and recipe.")],
+    of_baseline: Annotated[
+        bool, typer.Option("--baseline", help="Train the matched Transformer, on the same tokens.")
+    ] = False,
+) -> None:
+    """Train a language model, from scratch or further, on packed text, by transformers' Trainer.
+
+    Repeated, a training that broke off goes on. On several GPUs: accelerate launch -m diffllama pretrain CONFIG.yaml
+    """
+    try:
+        from diffllama.training.pretraining import pretrain as run  # takes seconds to import
+    except ModuleNotFoundError as error:
+        raise ValueError(f"there is no {error.name}: pip install 'diffllama[train]'") from error
+
+    folder = run(config, of_baseline=of_baseline)
+    if int(os.environ.get("RANK", 0)) == 0:
+        err.print(f"Wrote {folder}", markup=False)
 
 
 def main() -> None:

@@ -1,0 +1,42 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Training: what is differential about it, and pre-training by transformers' Trainer.
+
+The model needs nothing of this to be trained: `Trainer`, peft, TRL and accelerate treat it as any other. What is here
+needs `pip install 'diffllama[train]'`, each name only what it uses.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from diffllama.training.nonfinite import StopOnNonFiniteCallback
+    from diffllama.training.packing import packed
+    from diffllama.training.pretraining import last_checkpoint, pretrain
+    from diffllama.training.stats import DifferentialStatsCallback, differential_stats
+
+_HOMES = {
+    "DifferentialStatsCallback": "stats",
+    "StopOnNonFiniteCallback": "nonfinite",
+    "differential_stats": "stats",
+    "last_checkpoint": "pretraining",
+    "packed": "packing",
+    "pretrain": "pretraining",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"diffllama.training.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'diffllama.training' has no attribute {name!r}")
+
+
+__all__ = [
+    "DifferentialStatsCallback",
+    "StopOnNonFiniteCallback",
+    "differential_stats",
+    "last_checkpoint",
+    "packed",
+    "pretrain",
+]

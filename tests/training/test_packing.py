@@ -1,0 +1,158 @@
+"""Every token of every text ends up in a sequence, once, in order."""
+
+import bz2
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import tiny_tokenizer
+
+from diffllama.training import packed, packing
+from diffllama.training.packing import pack, read_documents
+
+
+TOKENIZER = tiny_tokenizer()
+END = TOKENIZER.eos_token_id
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name: str, *documents: str) -> str:
+    """A file with this document, or with these as rows."""
+    rows = "".join(json.dumps({"text": document}) + "\n" for document in documents)
+    compress = {".gz": gzip.compress, ".bz2": bz2.compress}.get(Path(name).suffix, bytes)
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_bytes(compress((rows if ".json" in name else documents[0]).encode()))
+    return name
+
+
+DOCUMENT = st.lists(st.integers(6, 96), max_size=40)
+
+
+@given(st.lists(DOCUMENT, max_size=12), st.integers(2, 9), st.none() | st.integers(9, 60))
+def test_documents_of_any_length_are_cut_and_joined_without_loss(
+    documents: list[list[int]], length: int, max_tokens: int | None
+) -> None:
+    stream = [token for ids in documents if ids for token in (*ids, END)]
+    texts = [" ".join(f"w{token}" for token in ids) for ids in documents]
+    if len(stream) < length:
+        with pytest.raises(ValueError, match=f"at least one sequence of {length} tokens, it has {len(stream)}"):
+            list(pack(texts, TOKENIZER, length))
+        return
+    rows = [row["input_ids"] for row in pack(texts, TOKENIZER, length, max_tokens)]
+    whole = min(len(stream), max_tokens or len(stream)) // length * length
+    assert [len(row) for row in rows] == [length] * (whole // length)
+    assert [token for row in rows for token in row] == stream[:whole]
+
+
+def test_a_tokenizers_own_end_of_text_is_not_doubled() -> None:
+    class Ending:
+        eos_token_id = END
+
+        def __call__(self, texts: list[str], **kwargs: Any) -> dict[str, list[list[int]]]:
+            return {"input_ids": [[7, END] for _ in texts]}
+
+    assert list(pack(["a", "b"], Ending(), 4)) == [{"input_ids": [7, END, 7, END]}]
+
+
+@pytest.mark.parametrize(
+    "name", ["a.txt", "a.md", "a.txt.gz", "a.b.txt.bz2", "a.jsonl", "a.json.gz", "we[i]rd *.txt", "we[i]rd.jsonl"]
+)
+def test_files_are_read_by_their_suffix(name: str) -> None:
+    assert list(read_documents(files=write(name, "w7 w8\n\nw9"))) == ["w7 w8\n\nw9"]
+
+
+def test_a_folder_and_a_pattern_are_read_in_order_and_rows_without_text_are_left_out() -> None:
+    write("texts/b.txt", "second")
+    write("texts/a/c.jsonl", "first")
+    Path("texts/rows.jsonl").write_text('{"body": "third"}\n{"body": null}\n{"body": "fourth"}\n')
+    Path("texts/notes.pdf").write_bytes(b"%PDF")
+    assert list(read_documents(files=["texts/a/*.jsonl", "texts/b.txt"])) == ["first", "second"]
+    assert list(read_documents(files="texts/rows.jsonl", column="body")) == ["third", "fourth"]
+    Path("texts/rows.jsonl").unlink()
+    assert list(read_documents(files="texts")) == ["first", "second"]
+
+
+def test_parquet_and_csv_are_read() -> None:
+    rows = Dataset.from_dict({"text": ["w7", "w8, w9"]})
+    rows.to_parquet("rows.parquet")
+    rows.to_csv("rows.csv")
+    for name in ("rows.parquet", "rows.csv"):
+        assert list(read_documents(files=name)) == ["w7", "w8, w9"]
+
+
+def test_what_was_packed_once_is_read_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sequences(length: int = 4, **source: Any) -> list[list[int]]:
+        return packed(tiny_tokenizer(), length, files="texts", **source)["input_ids"]
+
+    write("texts/a.txt", "w7 w8 w9 w10 w11 w12 w13")
+    first = sequences()
+    assert first == [[7, 8, 9, 10], [11, 12, 13, END]]
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "read_documents", lambda **source: pytest.fail("it is read again"))
+        assert sequences() == first
+    assert sequences(2) == [[7, 8], [9, 10], [11, 12], [13, END]]
+    assert sequences(max_tokens=7) == first[:1]
+    write("texts/a.txt", "w9 w8 w9 w10 w11 w12 w13")  # as long as before
+    assert sequences() == [[9, 8, 9, 10], [11, 12, 13, END]]
+    write("texts/b.txt", "w7 w8 w9")
+    assert sequences() == [[9, 8, 9, 10], [11, 12, 13, END], [7, 8, 9, END]]
+
+
+def test_what_broke_off_is_not_taken_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    write("texts/a.txt", "w7 w8 w9 w10 w11 w12 w13")
+
+    def breaks_off(**source: Any) -> Any:
+        yield "w7 w8 w9 w10 w11"
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "read_documents", breaks_off)
+        with pytest.raises(KeyboardInterrupt):
+            packed(TOKENIZER, 4, files="texts")
+    assert len(packed(TOKENIZER, 4, files="texts")) == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({}, "exactly one of `files` and `dataset`"),
+        ({"files": "a.txt", "dataset": "user/data"}, "exactly one of `files` and `dataset`"),
+        ({"files": "missing/*.txt"}, r"missing/\*\.txt names no file with text"),
+        ({"files": "empty-folder"}, "empty-folder names no file with text"),
+        ({"files": ["a.txt", "a.pdf"]}, r"a\.pdf must end in one of \.txt"),
+        ({"files": "empty.txt"}, "must fill at least one sequence of 4 tokens, it has 0"),
+        ({"files": "torn.txt.gz"}, r"cannot read torn\.txt\.gz: Compressed file ended"),
+        ({"files": "torn.jsonl"}, r"cannot read torn\.jsonl: "),
+        ({"files": "latin.txt"}, r"cannot read latin\.txt: 'utf-8' codec"),
+        ({"files": "a.jsonl", "column": "body"}, r"a\.jsonl: `data\.column` .* got 'body'; the columns are `text`"),
+        ({"files": "a.txt", "max_tokens": 3}, "`data.max_tokens` must be a sequence of 4 at least, got 3"),
+    ],
+)
+def test_what_cannot_be_read_is_named(source: dict[str, Any], message: str) -> None:
+    write("a.txt", "w7 w8 w9 w10")
+    write("a.jsonl", "w7")
+    write("empty.txt", "")
+    Path("empty-folder").mkdir()
+    Path("a.pdf").touch()
+    Path("torn.txt.gz").write_bytes(gzip.compress(b"w7 w8 " * 100)[:-12])
+    Path("torn.jsonl").write_text('{"text": "w7"}\n{"tex')
+    Path("latin.txt").write_bytes("café".encode("latin-1"))
+    with pytest.raises(ValueError, match=message):
+        packed(TOKENIZER, 4, **source)
+
+
+def test_a_tokenizer_must_be_able_to_end_a_document() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="needs an `eos_token`"):
+        packed(tokenizer, 4, files=write("a.txt", "w7"))

@@ -1,0 +1,311 @@
+"""`pretrain` trains what its file says, and a training that is killed ends where it would have ended."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tiny import tiny_model, tiny_tokenizer
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainerState
+from typer.testing import CliRunner
+
+from diffllama import DiffLlamaForCausalLM
+from diffllama.cli import app
+from diffllama.training import last_checkpoint, packed, pretrain
+
+
+MODEL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
+    "initializer_range": 0.1, "tie_word_embeddings": False,
+}  # fmt: skip
+SETTINGS: dict[str, Any] = {
+    "recipe": "scaling",
+    "model": MODEL,
+    "tokenizer": "tokenizer",
+    "data": {"files": "texts"},
+    "sequence_length": 16,
+    "tokens_per_step": 128,
+    "training": {
+        "output_dir": "run", "per_device_train_batch_size": 4, "max_steps": 9, "learning_rate": 1e-2,
+        "warmup_steps": 2, "logging_steps": 1, "save_steps": 3, "save_total_limit": 2, "use_cpu": True, "bf16": False,
+        "disable_tqdm": True,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer and texts, some of them empty, one much longer than a sequence."""
+    work = tmp_path_factory.mktemp("work")
+    tiny_tokenizer().save_pretrained(work / "tokenizer")
+    (work / "texts").mkdir()
+    for i, words in enumerate((0, 1, 5, 17, 0, 2000, 3, 15, 16)):
+        (work / "texts" / f"{i}.txt").write_text(" ".join(f"w{6 + (i + j * j) % 19}" for j in range(words)))
+    return work
+
+
+@pytest.fixture(autouse=True)
+def _inside(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(work)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", work / "cache")
+
+
+def write(name: str, settings: dict[str, Any] = SETTINGS, **training: Any) -> Path:
+    """A configuration whose output folder is `name`."""
+    settings = settings | {"training": settings["training"] | {"output_dir": name} | training}
+    Path(f"{name}.yaml").write_text(yaml.safe_dump(settings))
+    return Path(f"{name}.yaml")
+
+
+def history(folder: Path, what: str = "loss") -> list[float]:
+    entries = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [entry[what] for entry in entries if what in entry]
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    a, b = (load_file(folder / "model.safetensors") for folder in (one, other))
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def whole(work: Path) -> Path:
+    """The output of an uninterrupted run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(work)
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", work / "cache")
+        return work / pretrain(write("whole"))
+
+
+def test_it_learns_and_logs_losses_and_how_far_the_maps_are_apart(whole: Path) -> None:
+    losses = history(whole)
+    assert len(losses) == 9
+    assert losses[-1] < 0.9 * losses[0]
+    assert len(history(whole, "diff_cosine")) == 10  # and where it starts
+    model = AutoModelForCausalLM.from_pretrained(whole)
+    assert type(model) is DiffLlamaForCausalLM
+    assert (model.config.eos_token_id, model.config.vocab_size) == (tiny_tokenizer().eos_token_id, 97)
+    assert (whole / "tokenizer.json").is_file()
+
+
+def test_the_first_loss_is_the_mean_over_the_batch_of_the_recipes_tokens(whole: Path) -> None:
+    """128 tokens in batches of 64: the gradient is accumulated over two."""
+    arguments = torch.load(whole / "training_args.bin", weights_only=False)
+    assert (arguments.gradient_accumulation_steps, arguments.per_device_train_batch_size) == (2, 4)
+    assert (arguments.adam_beta2, arguments.weight_decay) == (0.98, 0.05)  # the recipe's
+    assert arguments.learning_rate == 1e-2  # the file's
+    assert history(whole)[0] == pytest.approx(torch.tensor(97.0).log().item(), rel=0.1)
+
+
+@pytest.mark.parametrize("variant", ["v1", "v2"])
+def test_one_switch_trains_the_matched_transformer_on_the_same_tokens(variant: str, whole: Path) -> None:
+    config = write(f"switch-{variant}", SETTINGS | {"model": MODEL | {"diff_variant": variant}}, max_steps=1)
+    seen: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    for of_baseline, batches in seen.items():
+        with pytest.MonkeyPatch.context() as patch:
+            step = Trainer.training_step
+
+            def spy(
+                self: Trainer, model: Any, inputs: Any, *rest: Any, batches: list = batches, step: Any = step
+            ) -> Any:
+                batches.append(inputs["input_ids"].clone())
+                assert torch.equal(inputs["input_ids"], inputs["labels"])
+                return step(self, model, inputs, *rest)
+
+            patch.setattr(Trainer, "training_step", spy)
+            folder = pretrain(config, of_baseline)
+        assert folder.name == f"switch-{variant}" + "-baseline" * of_baseline
+        assert isinstance(AutoModelForCausalLM.from_pretrained(folder), LlamaForCausalLM) == of_baseline
+    assert torch.equal(torch.cat(seen[True]), torch.cat(seen[False]))
+    assert torch.cat(seen[True]).shape == (8, 16)
+
+
+def test_sequences_held_out_are_evaluated_on_and_not_trained_on(whole: Path) -> None:
+    settings = SETTINGS | {"data": {"files": "texts", "evaluation_sequences": 10}}
+    folder = pretrain(write("held-out", settings, eval_strategy="steps", eval_steps=9))
+    rows = torch.tensor(packed(tiny_tokenizer(), 16, files="texts")["input_ids"])
+    logits = AutoModelForCausalLM.from_pretrained(folder)(rows[-10:]).logits
+    loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), rows[-10:, 1:].flatten())
+    assert history(folder, "eval_loss") == [pytest.approx(loss.item(), rel=1e-5)]
+    assert json.loads((folder / "trainer_state.json").read_text())["epoch"] == pytest.approx(
+        9 * 8 / (len(rows) - 10), rel=0.1
+    )
+
+
+def test_a_model_is_trained_further(whole: Path) -> None:
+    tiny_model("v2").save_pretrained("base")
+    settings = SETTINGS | {"model": {"from": "base", "lambda_std_dev": 0.2}}
+    folder = pretrain(write("further", settings, max_steps=1, learning_rate=0.0))
+    assert same_weights(folder, Path("base"))
+    with pytest.raises(ValueError, match=r"`model\.baseline_from` must name the Transformer"):
+        pretrain(Path("further.yaml"), of_baseline=True)
+
+
+def killed(config: Path, owner: type, method: str, step: int, half_written: bool) -> None:
+    """Trains until a method is called at a step, and dies there."""
+    original = getattr(owner, method)
+
+    def die(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (self.state if owner is Trainer else self).global_step == step:
+            if half_written:
+                original(self, *args, **kwargs)
+                path = Path(args[0])
+                path.write_text(path.read_text()[:-20])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, *args, **kwargs)
+
+    setattr(owner, method, die)
+    pretrain(config)
+
+
+KILLS = {
+    "before the first checkpoint": (Trainer, "training_step", 1, False),
+    "between two batches of a step": (Trainer, "training_step", 4, False),
+    "before a checkpoint is written": (Trainer, "_save_checkpoint", 6, False),
+    "before the optimizer is written": (Trainer, "_save_optimizer_and_scheduler", 6, False),
+    "before the random state is written": (Trainer, "_save_rng_state", 3, False),
+    "while the state is written": (TrainerState, "save_to_json", 6, True),
+    "after the last step": (Trainer, "save_model", 9, False),
+}
+"""The method of the Trainer, or of its state, at which SIGKILL comes; after how many steps; whether half is written."""
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_a_run_that_is_killed_ends_at_the_same_weights(name: str, whole: Path) -> None:
+    owner, method, step, half_written = KILLS[name]
+    config = write(name.replace(" ", "-"))
+    child = multiprocessing.get_context("fork").Process(target=killed, args=(config, owner, method, step, half_written))
+    child.start()
+    child.join(120)
+    assert child.exitcode == -signal.SIGKILL
+    folder = pretrain(config)
+    assert same_weights(folder, whole)
+    assert history(folder) == history(whole)
+    assert history(folder, "diff_cosine") == history(whole, "diff_cosine")
+    assert pretrain(config) == folder  # once more: there is nothing to do
+    assert same_weights(folder, whole)
+
+
+def test_checkpoints_that_broke_off_are_passed_over(tmp_path: Path) -> None:
+    assert last_checkpoint(tmp_path) is None
+    for step, state in {
+        2: '{"global_step": 2}',
+        10: '{"global_step": 10}',
+        12: '{"global_st',
+        14: "{}",
+        16: None,
+    }.items():
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if state:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+
+
+def test_it_does_not_go_on_with_other_text_or_another_model(whole: Path) -> None:
+    before = (whole / "trainer_state.json").read_bytes()
+    for section, value in {
+        "model": MODEL | {"hidden_size": 64},
+        "data": {"files": "texts/1.txt"},
+        "tokens_per_step": 64,
+    }.items():
+        with pytest.raises(ValueError, match=f"whole was begun with `{section}`"):
+            pretrain(write("whole", SETTINGS | {section: value}))
+    write("whole")
+    assert (whole / "trainer_state.json").read_bytes() == before
+
+
+def test_a_nan_stops_it_with_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Trainer.training_step
+
+    def poisoned(self: Trainer, model: Any, *rest: Any) -> Any:
+        loss = step(self, model, *rest)
+        if self.state.global_step == 4:
+            next(model.parameters()).grad[0, 0] = torch.nan
+        return loss
+
+    monkeypatch.setattr(Trainer, "training_step", poisoned)
+    with pytest.raises(FloatingPointError, match=r"Step 5: .* resume from the last checkpoint in nan"):
+        pretrain(write("nan"))
+    assert last_checkpoint(Path("nan")) == Path("nan/checkpoint-3")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ("- a list", "must have the sections recipe, model, .* got list"),
+        ("model: {", "is no YAML"),
+        ({"modle": {}}, r"there is no field `modle`; did you mean `model`\?"),
+        ({"model": None}, "`model` must be a section with fields, got None"),
+        ({"model": {"hiden_size": 3}}, r"`model`: there is no field `hiden_size`; did you mean `hidden_size`\?"),
+        ({"model": {"preset": "4b"}}, "No preset '4b'. Known: 3b, "),
+        ({"model": {"preset": "3b", "from": "base"}}, "`preset` or `from`, not both"),
+        ({"model": MODEL | {"vocab_size": 96}}, "`model.vocab_size` must be at least 97, .* got 96"),
+        ({"recipe": "4b"}, "No recipe '4b'. Known: 3b, scaling, "),
+        ({"data": {"file": "texts"}}, r"`data`: there is no field `file`; did you mean `files`\?"),
+        ({"data": {"files": "missing"}}, "missing names no file with text"),
+        ({"data": {"files": "texts", "evaluation_sequences": 10**6}}, "must leave some to train on: 1000000 of "),
+        ({"sequence_length": "long"}, "`sequence_length` must be a number of tokens, got 'long'"),
+        ({"tokens_per_step": 100}, r"multiple of 64 \(`per_device_train_batch_size` 4 × `sequence_length` 16 × 1 pro"),
+        ({"training": {"lr": 1}}, "`training`: there is no field `lr`"),
+        ({"training": {"gradient_accumulation_steps": 2, "output_dir": "x"}}, "is computed: set `tokens_per_step`"),
+        ({"training": {"learning_rate": 1}}, "`training.output_dir` must be a folder, got None"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named_and_nothing_is_written(changes: Any, message: str) -> None:
+    text = changes if isinstance(changes, str) else yaml.safe_dump({**SETTINGS, **changes})
+    Path("mistake.yaml").write_text(text.replace("output_dir: run", "output_dir: mistake"))
+    with pytest.raises(ValueError, match=message):
+        pretrain("mistake.yaml")
+    assert not Path("mistake").exists()
+    assert not Path("x").exists()
+
+
+def test_a_section_that_is_missing_is_named() -> None:
+    Path("missing.yaml").write_text(
+        yaml.safe_dump({k: v for k, v in SETTINGS.items() if k not in ("recipe", "tokens_per_step")})
+    )
+    with pytest.raises(ValueError, match="`tokens_per_step` is missing; a `recipe` has one"):
+        pretrain("missing.yaml")
+
+
+def test_the_command_line_trains_and_names_mistakes_in_one_line(whole: Path) -> None:
+    result = CliRunner().invoke(
+        app, ["pretrain", str(write("line", max_steps=1)), "--baseline"], catch_exceptions=False
+    )
+    assert result.exit_code == 0
+    assert Path("line-baseline/model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(whole: Path) -> None:
+    """The file is the same: they share the tokens of a step."""
+    config = write("two", ddp_backend="gloo", per_device_train_batch_size=4)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "diffllama"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(Path("cache").absolute())}
+    result = subprocess.run(
+        [sys.executable, *launcher, "pretrain", config],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.stderr.count("Wrote two") == 1
+    assert history(Path("two")) == pytest.approx(history(whole), rel=1e-5)
+
+
+def test_numbers_with_an_exponent_are_numbers() -> None:
+    """Not to PyYAML, and TrainingArguments takes their text."""
+    config = write("exponent", max_steps=1)
+    config.write_text(config.read_text().replace("learning_rate: 0.01", "learning_rate: 1e-2"))
+    assert "1e-2" in config.read_text()
+    assert torch.load(pretrain(config) / "training_args.bin", weights_only=False).learning_rate == 1e-2
