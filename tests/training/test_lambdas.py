@@ -1,5 +1,6 @@
 """V1's vectors of λ are trained beside an adapter, and saved with it."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,17 @@ def test_every_adapter_is_saved_with_them_where_peft_saves_it(tmp_path: Path) ->
         ours, pefts = load_file(tmp_path / "ours" / file), load_file(tmp_path / "peft's" / file)
         assert ours.keys() - pefts.keys() == vectors(model).keys()
         assert all(torch.equal(ours[name], pefts[name]) for name in pefts)
+
+
+def test_a_copy_saves_its_own(tmp_path: Path) -> None:
+    model = adapted()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for name in vectors(model):
+            model.get_parameter(name).zero_()
+    other.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert all(torch.equal(saved[name], vector) for name, vector in vectors(other).items())
 
 
 def test_a_prompt_learned_beside_them_is_saved_with_them(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """trl's SFTTrainer trains the model on texts and conversations, packed or not."""
 
-from collections.abc import Callable, Iterable
+import gc
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from tiny import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer, tokens
 from torch.nn import functional
+from transformers import BitsAndBytesConfig
 
 
 pytest.importorskip("trl")
@@ -39,6 +41,14 @@ TEMPLATE = (
 """The tokenizer's own, with what the assistant says between markers."""
 
 Make = Callable[..., SFTTrainer]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def less_garbage() -> Iterator[None]:
+    """Keeps what was imported out of the garbage collection before each training, which takes most of its time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(params=VARIANTS)
@@ -186,6 +196,25 @@ def test_the_vectors_of_lambda_are_trained_beside_the_lora_that_the_trainer_make
     assert_it_learns(trainer, ROWS)
     moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name in before if "lora_" in name or name.endswith(LAMBDAS)}
+
+
+def test_a_lora_and_lambda_are_learnt_on_a_model_in_4_bits(make: Make, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    variant = make(TEXTS).model.config.diff_variant
+    tiny_model(variant, initializer_range=0.05, intermediate_size=128).save_pretrained(tmp_path / "base")
+    bits = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["lambda_proj", "lm_head"])
+    model = DiffLlamaForCausalLM.from_pretrained(tmp_path / "base", quantization_config=bits)
+    lora = LoraConfig(modules_to_save=["lambda_proj"])
+    trainer = make(TEXTS, model, peft_config=lora, bf16=True, packing=True, max_length=16, learning_rate=0.1)
+    if variant == "v1":  # has no such module
+        train_lambdas(trainer.model)
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert any("lambda_" in name for name in moved)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.9 * losses[0]
 
 
 def test_a_path_is_no_model_to_trl_which_takes_transformers_class_of_that_name(make: Make, tmp_path: Path) -> None:
