@@ -1,7 +1,6 @@
 """trl's SFTTrainer trains the model on texts and conversations, packed or not."""
 
-import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -41,14 +40,6 @@ TEMPLATE = (
 """The tokenizer's own, with what the assistant says between markers."""
 
 Make = Callable[..., SFTTrainer]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def less_garbage() -> Iterator[None]:
-    """Keeps what was imported out of the garbage collection before each training, which takes most of its time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(params=VARIANTS)
