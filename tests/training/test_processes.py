@@ -1,63 +1,117 @@
-"""Two processes compute what one computes: data in parallel, and heads in parallel."""
+"""Two processes compute what one computes: data in parallel, weights sharded, and heads in parallel."""
 
+import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import merge_fsdp_weights
+from launching import environment, launch_arguments
 from safetensors.torch import load_file
 from tiny import VARIANTS, tiny_model, tokens
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from transformers import Trainer, TrainingArguments
+
+from diffllama import DiffLlamaForCausalLM
 
 
 pytestmark = pytest.mark.slow
 
 TRAIN = """
 import json, os, sys
-from tiny import VARIANTS, tiny_model, tokens
+import torch
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+from safetensors.torch import save_file
+from tiny import VARIANTS, tokens
 from transformers import Trainer, TrainingArguments
+from diffllama import DiffLlamaForCausalLM
+from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention
 
-name, resumed = sys.argv[1:]
 processes = int(os.environ.get("WORLD_SIZE", 1))
 rows = [tokens(12, seed=i) for i in range(32)]
-for variant in VARIANTS:
+compute_lambda, precisions = DiffLlamaAttention.differential_lambda, set()
+
+def watched(layer, hidden_states):
+    value = compute_lambda(layer, hidden_states)
+    precisions.add((str(hidden_states.dtype), str(value.dtype)))
+    return value
+
+DiffLlamaAttention.differential_lambda = watched
+
+def kept(parameter):
+    if hasattr(parameter, "ds_tensor"):
+        return parameter.ds_tensor.numel() / parameter.ds_numel
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return local.numel() / parameter.numel()
+
+def train(variant, name, environment):
+    os.environ.update(environment)
+    fsdp, zero = "ACCELERATE_USE_FSDP" in environment, "ACCELERATE_USE_DEEPSPEED" in environment
+    if zero:  # which `use_cpu` would leave out
+        AcceleratorState._reset_state(reset_partial_state=True)
+        PartialState(backend="gloo")
+    folder = f"{variant}/{name}"
     arguments = TrainingArguments(
-        f"{variant}/{name}", max_steps=20, per_device_train_batch_size=4 // processes, learning_rate=1e-3,
-        logging_steps=1, save_steps=10, lr_scheduler_type="constant", report_to=[], use_cpu=True, seed=1,
-        ddp_backend="gloo" if processes > 1 else None,
+        folder, max_steps=20, per_device_train_batch_size=4 // processes, learning_rate=1e-3, logging_steps=1,
+        save_steps=10, lr_scheduler_type="constant", report_to=[], seed=1, use_cpu=not zero, disable_tqdm=True,
+        accelerator_config={"use_configured_state": zero}, ddp_backend="gloo" if processes > 1 else None,
     )
-    trainer = Trainer(
-        tiny_model(variant, attn_implementation="sdpa", initializer_range=0.05),
-        arguments,
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-    )
-    trainer.train(resume_from_checkpoint=f"{variant}/{resumed}" if resumed else None)
+    if fsdp:  # accelerate shards on GPUs alone; told that it has some, it shards on CPUs
+        arguments.distributed_state.distributed_type = DistributedType.MULTI_GPU
+    model = DiffLlamaForCausalLM.from_pretrained(f"{variant}/begin")
+    trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
+    precisions.clear()
+    trainer.train(resume_from_checkpoint=f"{folder}/begun" if os.path.exists(f"{folder}/begun") else None)
+    facts = {
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "kept": [kept(parameter) for parameter in trainer.model.parameters()],
+        "recomputed": sum("CheckpointWrapper" in type(module).__name__ for module in trainer.model.modules()),
+        "lambda": sorted(precisions),
+        "weights": sorted({str(parameter.dtype) for parameter in trainer.model.parameters()}),
+    }
+    logits = trainer.model.eval()(tokens(2, 9)).logits.detach()
     trainer.save_model()
     if trainer.is_world_process_zero():
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        with open(f"{variant}/{name}/losses.json", "w") as file:
-            json.dump(losses, file)
+        save_file({"logits": logits}, f"{folder}/logits.safetensors")
+        with open(f"{folder}/facts.json", "w") as file:
+            json.dump(facts, file)
+    for key in environment:
+        del os.environ[key]
+
+for name, environment in json.loads(sys.argv[1]).items():
+    for variant in VARIANTS:
+        train(variant, name, environment)
+if processes > 1:
+    torch.distributed.barrier()  # none leaves while another needs it
+    torch.distributed.destroy_process_group()
 """
 
 INFER = """
 import os, sys
 import diffllama, torch
 from safetensors.torch import save_file
-from tiny import tokens
+from tiny import VARIANTS, tokens
 from transformers import AutoModelForCausalLM
 
-folder, answer = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
-layer = model.model.layers[0].self_attn
-mine, all_of_it = layer.q_proj.weight.to_local().numel(), layer.q_proj.weight.numel()
-with torch.no_grad():
-    logits = model(tokens(2, 9)).logits
-    written = model.generate(tokens(2, 5), max_new_tokens=8, do_sample=False)
-if os.environ["RANK"] == "0":
-    assert 2 * mine == all_of_it, (mine, all_of_it)
-    save_file({"logits": logits, "written": written}, answer)
+for variant in VARIANTS:
+    model = AutoModelForCausalLM.from_pretrained(variant, tp_plan="auto").eval()
+    layer = model.model.layers[0].self_attn
+    mine, heads = layer.q_proj.weight, model.config.num_attention_heads
+    mine = mine.to_local() if hasattr(mine, "to_local") else mine
+    with torch.no_grad():
+        logits = model(tokens(2, 9)).logits
+        written = model.generate(tokens(2, 5), max_new_tokens=8, do_sample=False)
+    if os.environ["RANK"] == "0":
+        assert 2 * len(mine) == heads * layer.map_dim, mine.shape
+        save_file({"logits": logits, "written": written}, f"{variant}.safetensors")
+torch.distributed.barrier()  # none leaves while another needs it
 torch.distributed.destroy_process_group()
 """
 
@@ -68,43 +122,162 @@ def run(code: str, *arguments: object, processes: int, work: Path) -> None:
     program.write_text(code)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [sys.executable, *(launcher if processes > 1 else []), str(program), *map(str, arguments)]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "ACCELERATE_TORCH_DEVICE": "cpu",  # else cpu:0, to which transformers 5.6 loads no checkpoint
+    }
     result = subprocess.run(command, env=env, cwd=work, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.returncode == 0, result.stderr[-8000:]
 
 
-RUNS = {"one": (1, ""), "two": (2, ""), "two, then one": (1, "two"), "one, then two": (2, "one")}
-"""How many processes, and whose run they take up after ten of the twenty steps."""
+def told(file: str, *options: str) -> dict[str, str]:
+    """What one of our files for `accelerate launch` tells processes, but for bfloat16."""
+    return environment(launch_arguments(file, *options)) | {"ACCELERATE_MIXED_PRECISION": "no"}
+
+
+FSDP2 = told("fsdp2_8gpus")
+RECOMPUTED = told(
+    "fsdp2_8gpus", "--fsdp_activation_checkpointing", "true", "--fsdp_state_dict_type", "SHARDED_STATE_DICT"
+)
+RUNS: dict[str, tuple[int, str, dict[str, str]]] = {
+    "one": (1, "", {}),
+    "two": (2, "", {}),
+    "one, then two": (2, "one", {}),
+    "sharded": (2, "", FSDP2),
+    "one, then sharded": (2, "one", FSDP2),
+    "sharded, recomputed": (2, "", RECOMPUTED),
+    "sharded, bfloat16": (2, "", FSDP2 | {"ACCELERATE_MIXED_PRECISION": "bf16"}),
+    "ZeRO-2": (2, "", told("zero2_8gpus")),
+    "ZeRO-3": (2, "", told("zero3_8gpus")),
+    "two, then one": (1, "two", {}),
+    "sharded, then one": (1, "sharded", {}),
+}
+"""How many processes, whose run they take up after ten of the twenty steps, and what accelerate tells them.
+
+Neighbours of as many processes run in the same ones.
+"""
+EXACT = [name for name in RUNS if "bfloat16" not in name]
+CUT = [name for name, (_, _, variables) in RUNS.items() if "FSDP_VERSION" in variables or name == "ZeRO-3"]
+
+
+def translate(checkpoint: Path) -> None:
+    """Makes a sharded checkpoint of the Trainer's plain, or a plain one sharded.
+
+    The Trainer takes up a checkpoint only as it wrote it: it calls what an optimizer keeps by numbers in one process,
+    and by names where it shards. torch knows both. The weights are in model.safetensors either way.
+    """
+    model = DiffLlamaForCausalLM.from_pretrained(checkpoint)
+    optimizer = Trainer(model, TrainingArguments(report_to=[], use_cpu=True)).create_optimizer()
+    plain, sharded = checkpoint / "optimizer.pt", checkpoint / "optimizer.bin"
+    if sharded.exists():
+        set_optimizer_state_dict(model, optimizer, torch.load(sharded))
+        torch.save(optimizer.state_dict(), plain)
+        (checkpoint / "pytorch_model_fsdp.bin").unlink()
+    else:
+        optimizer.load_state_dict(torch.load(plain))
+        torch.save(get_optimizer_state_dict(model, optimizer), sharded)
+        torch.save(model.state_dict(), checkpoint / "pytorch_model_fsdp.bin")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every run of both variants; V2 with tied embeddings, so that a shared weight is sharded as well."""
     work = tmp_path_factory.mktemp("trained")
-    for name, (processes, begun) in RUNS.items():
-        run(TRAIN, name, begun and f"{begun}/checkpoint-10", processes=processes, work=work)
+    for variant in VARIANTS:
+        model = tiny_model(variant, initializer_range=0.05, tie_word_embeddings=variant == "v2")
+        model.save_pretrained(work / variant / "begin")
+    possible = [name for name in RUNS if find_spec("deepspeed") or "ZeRO" not in name]
+    for processes, names in itertools.groupby(possible, lambda name: RUNS[name][0]):
+        environments = {name: RUNS[name][2] for name in names}
+        for variant, name in itertools.product(VARIANTS, environments):
+            if begun := RUNS[name][1]:
+                checkpoint = work / variant / name / "begun"
+                shutil.copytree(work / variant / begun / "checkpoint-10", checkpoint)
+                if (name in CUT) != (begun in CUT):
+                    translate(checkpoint)
+        run(TRAIN, json.dumps(environments), processes=processes, work=work)
     return work
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.fixture(scope="module")
+def inferred(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp("inferred")
+    for variant in VARIANTS:
+        tiny_model(variant, attn_implementation="sdpa").save_pretrained(work / variant)
+    run(INFER, processes=2, work=work)
+    return work
+
+
+def facts(trained: Path, variant: str, name: str) -> dict[str, Any]:
+    if "ZeRO" in name:
+        pytest.importorskip("deepspeed")
+    return json.loads((trained / variant / name / "facts.json").read_text())
+
+
+def saved(trained: Path, variant: str, name: str) -> DiffLlamaForCausalLM:
+    """What a run has saved, in one process."""
+    folder = trained / variant / name
+    if not (folder / "model.safetensors").exists():  # each process has saved its shards
+        merge_fsdp_weights(str(folder / "checkpoint-20" / "pytorch_model_fsdp_0"), str(folder))
+        shutil.copy(trained / variant / "begin" / "config.json", folder)
+    return DiffLlamaForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_data_in_parallel_trains_as_one_process_does_and_checkpoints_are_interchangeable(
-    variant: str, name: str, trained: Path
-) -> None:
-    losses, alone = (json.loads((trained / variant / run / "losses.json").read_text()) for run in (name, "one"))
+def test_processes_train_as_one_does_and_take_up_what_others_began(variant: str, name: str, trained: Path) -> None:
+    losses, alone = (facts(trained, variant, each)["losses"] for each in (name, "one"))
     assert len(losses) == 20
     assert losses == pytest.approx(alone, rel=1e-5)
-    weights, expected = (load_file(trained / variant / run / "model.safetensors") for run in (name, "one"))
+    weights, expected = (saved(trained, variant, each).state_dict() for each in (name, "one"))
     assert weights.keys() == expected.keys()
     for tensor in weights:
         torch.testing.assert_close(weights[tensor], expected[tensor], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
-def test_heads_in_parallel_compute_what_one_process_computes(variant: str, tmp_path: Path) -> None:
+def test_what_they_save_computes_the_same_in_one_process(variant: str, name: str, trained: Path) -> None:
+    facts(trained, variant, name)
+    logits = load_file(trained / variant / name / "logits.safetensors")["logits"]
+    torch.testing.assert_close(saved(trained, variant, name)(tokens(2, 9)).logits, logits, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_each_of_two_keeps_half_of_every_weight(variant: str, name: str, trained: Path) -> None:
+    kept = facts(trained, variant, name)["kept"]
+    assert kept == [pytest.approx(0.5, abs=0.01)] * len(kept)  # an odd vocabulary is cut nearly in half
+    assert facts(trained, variant, name)["recomputed"] == (2 if "recomputed" in name else 0)  # layers
+
+
+@pytest.mark.parametrize("name", ["ZeRO-2", "ZeRO-3"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_deepspeed_puts_its_shards_together_to_the_same_weights(variant: str, name: str, trained: Path) -> None:
+    zero_to_fp32 = pytest.importorskip("deepspeed.utils.zero_to_fp32")
+    checkpoint = trained / variant / name / "checkpoint-20"
+    assert len(list(checkpoint.glob("global_step20/*optim_states.pt"))) == 2
+    together = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(checkpoint)
+    for tensor, expected in saved(trained, variant, name).state_dict().items():
+        assert torch.equal(together[tensor], expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sharded_in_bfloat16_weights_and_lambda_stay_in_float32(variant: str, trained: Path) -> None:
+    mixed, exact = (facts(trained, variant, name) for name in ("sharded, bfloat16", "one"))
+    assert mixed["weights"] == ["torch.float32"]
+    assert mixed["lambda"] == [["torch.bfloat16", "torch.float32"]]
+    assert mixed["losses"] == pytest.approx(exact["losses"], rel=1e-2)
+    assert mixed["losses"] != pytest.approx(exact["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_heads_in_parallel_compute_what_one_process_computes(variant: str, inferred: Path) -> None:
     model = tiny_model(variant, attn_implementation="sdpa")
-    model.save_pretrained(tmp_path / "model")
-    run(INFER, tmp_path / "model", tmp_path / "answer.safetensors", processes=2, work=tmp_path)
-    answer = load_file(tmp_path / "answer.safetensors")
+    answer = load_file(inferred / f"{variant}.safetensors")
     torch.testing.assert_close(answer["logits"], model(tokens(2, 9)).logits, rtol=0, atol=2e-5)
     assert torch.equal(answer["written"], model.generate(tokens(2, 5), max_new_tokens=8, do_sample=False))
