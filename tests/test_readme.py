@@ -1,12 +1,14 @@
 """Every command and every piece of code in README.md runs."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import transformers
+import yaml
 from llamas import SIZES, save_model
 from tiny import tiny_model, tiny_tokenizer
 from typer.testing import CliRunner
@@ -54,10 +56,20 @@ def test_continuous_integration_runs_the_readmes_test_command() -> None:
 def test_the_command_line_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tmp_path / "path/to/llama", transformers.LlamaConfig(**SIZES))
     save_model(tmp_path / "path/to/diffllama", transformers.DiffLlamaConfig(**SIZES))
+    tiny_tokenizer().save_pretrained(tmp_path / DEMO_FOLDER)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    for text in ROOT.glob("*.md"):
+        shutil.copy(text, tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     lines = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("diffllama ")]
-    assert len(lines) >= 6
+    assert len(lines) >= 8
     for line in lines:
         words = line.partition(" #")[0].split()
         assert CliRunner().invoke(app, words[1:], catch_exceptions=False).exit_code == 0
-        assert (Path(words[3]) / "model.safetensors").is_file()
+        if words[1] == "pretrain":
+            output = yaml.safe_load(Path(words[2]).read_text())["training"]["output_dir"]
+            output += "-baseline" * ("--baseline" in words)
+        else:
+            output = words[3]
+        assert (Path(output) / "model.safetensors").is_file()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
+    from diffllama.training.lambdas import train_lambdas
     from diffllama.training.nonfinite import StopOnNonFiniteCallback
     from diffllama.training.packing import packed
     from diffllama.training.pretraining import last_checkpoint, pretrain
@@ -23,6 +24,7 @@ _HOMES = {
     "last_checkpoint": "pretraining",
     "packed": "packing",
     "pretrain": "pretraining",
+    "train_lambdas": "lambdas",
 }
 
 
@@ -39,4 +41,5 @@ __all__ = [
     "last_checkpoint",
     "packed",
     "pretrain",
+    "train_lambdas",
 ]

@@ -62,7 +62,7 @@ def train_lambdas(model: "PeftModel") -> "PeftModel":
     for vector in vectors.values():
         vector.data = vector.data.to(at_least_float32(vector.dtype))
         vector.requires_grad_(True)
-    model.save_pretrained = MethodType(_save_pretrained, model)  # type: ignore[method-assign]
+    model.save_pretrained = MethodType(_save_pretrained, model)
     return model
 
 

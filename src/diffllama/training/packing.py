@@ -118,7 +118,9 @@ def pack(
     Raises:
         ValueError: all texts together do not fill a sequence.
     """
-    end, rest, written = tokenizer.eos_token_id, [], 0
+    end = tokenizer.eos_token_id
+    rest: list[int] = []
+    written = 0
     texts = (text for text in documents if text)
     while batch := list(islice(texts, BATCH)):
         for ids in tokenizer(batch, verbose=False)["input_ids"]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel, Trainer, TrainerCallback
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from diffllama.modeling_diff.modeling_diffllama import eager_attention_forward
+from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention, eager_attention_forward
 
 
 MEASURING = "diffllama_measuring"
@@ -20,7 +20,7 @@ MEASURING = "diffllama_measuring"
 
 
 def measuring_attention(
-    module: torch.nn.Module,
+    module: DiffLlamaAttention,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

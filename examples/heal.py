@@ -1,0 +1,121 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Upcycle and heal: trains a converted model further, beside its original, and draws both.
+
+A conversion is exact: every head's two maps are equal and nothing cancels. Training tells them apart. Both models read
+the same tokens in the same order, with the same seed, optimizer and learning rate.
+
+Usage: python examples/heal.py [CONFIG.yaml] [OUT]
+
+Writes OUT.json, what both logged, and OUT.png. Repeated, it goes on where it broke off.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+
+matplotlib.use("Agg")
+
+import torch
+import transformers
+from demo import FOLDER, smollm2_gguf
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from transformers import AutoModelForCausalLM
+
+from diffllama.conversion import convert
+from diffllama.training import pretrain
+from diffllama.training.pretraining import read_settings
+
+
+LLAMA = FOLDER.with_name("SmolLM2-135M-Instruct")
+
+CURVES = {
+    "loss": "training loss",
+    "eval_loss": "loss on held-out text",
+    "diff_cosine": "cosine of q1 and q2",
+    "diff_lambda": "λ",
+    "diff_cancelled": "share of attention cancelled",
+}
+
+
+def prepare() -> None:
+    """Makes the demo's two folders, the Llama and its conversion, where they are missing."""
+    if not FOLDER.exists():
+        convert(smollm2_gguf(), FOLDER, source="llama")
+    if not LLAMA.exists():
+        gguf = smollm2_gguf()
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        del model.config.quantization_config  # it was dequantized; as it is, it could neither be saved nor trained
+        llama = AutoModelForCausalLM.from_config(model.config)
+        llama.load_state_dict(model.state_dict())
+        llama.save_pretrained(LLAMA)
+
+
+def logged(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What a training logged: (step, value) for each curve."""
+    history = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    return {
+        name: points
+        for name in CURVES
+        if (points := [(entry["step"], entry[name]) for entry in history if name in entry])
+    }
+
+
+def draw(results: dict[str, dict[str, list[tuple[int, float]]]], tokens_per_step: int, picture: Path) -> None:
+    """Losses of both, and how far the maps of the differential model are apart, over thousands of tokens."""
+    figure, (losses, shares, angles) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+
+    def plot(axis: Axes, points: list[tuple[int, float]], **style: Any) -> None:
+        axis.plot([step * tokens_per_step / 1e3 for step, _ in points], [value for _, value in points], **style)
+
+    for (model, curves), colour in zip(results.items(), ("tab:red", "tab:blue"), strict=True):
+        for name, line in (("loss", ":"), ("eval_loss", "-")):
+            if name in curves:
+                plot(losses, curves[name], label=f"{model}, {CURVES[name]}", color=colour, linestyle=line)
+        for name in ("diff_lambda", "diff_cancelled"):
+            if name in curves:
+                plot(shares, curves[name], label=CURVES[name])
+        if "diff_cosine" in curves:
+            plot(
+                angles,
+                [(step, 1 - value) for step, value in curves["diff_cosine"]],
+                label="1 - " + CURVES["diff_cosine"],
+            )
+    angles.set_yscale("log")
+    for axis in (losses, shares, angles):
+        axis.set_xlabel("thousand tokens")
+        axis.legend(fontsize=8)
+        axis.grid(alpha=0.3)
+    figure.savefig(picture, dpi=110)
+
+
+def main(config: str = "examples/heal.yaml", out: str = "docs/heal") -> None:
+    """Trains both models and writes what came out."""
+    settings = read_settings(Path(config))
+    if settings["model"].get("from") == str(FOLDER):
+        prepare()
+    results = {
+        name: logged(pretrain(config, of_baseline)) for name, of_baseline in (("DIFF V2", False), ("Llama", True))
+    }
+    record: dict[str, Any] = {
+        "settings": settings,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "results": results,
+    }
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{out}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    draw(results, settings["tokens_per_step"], Path(f"{out}.png"))
+    for name, curves in results.items():
+        print(
+            name, {curve: [round(value, 4) for _, value in (points[0], points[-1])] for curve, points in curves.items()}
+        )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
