@@ -13,8 +13,9 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from launching import FILES, environment, launch_arguments
 from tiny import VARIANTS, tiny_config
+from transformers import AutoModelForCausalLM
 
-from diffllama import DiffLlamaForCausalLM, DiffLlamaForSequenceClassification
+from diffllama.configuration import baseline
 
 
 BY_NAME = {file.stem: file for file in FILES}
@@ -86,13 +87,13 @@ def test_fsdp2_shards_all_and_saves_what_from_pretrained_reads(name: str, told: 
 
 
 @pytest.mark.parametrize("name", FSDP2)
+@pytest.mark.parametrize("of_baseline", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("model_class", [DiffLlamaForCausalLM, DiffLlamaForSequenceClassification])
-def test_each_decoder_layer_is_sharded_as_one(name: str, variant: str, model_class: type, told: Tell) -> None:
+def test_each_decoder_layer_is_sharded_as_one(name: str, of_baseline: bool, variant: str, told: Tell) -> None:
     told(name)
-    model = model_class(tiny_config(variant))
+    config = tiny_config(variant)
+    model = AutoModelForCausalLM.from_config(baseline(config) if of_baseline else config)
     plugin = FullyShardedDataParallelPlugin()
-    assert set(plugin.transformer_cls_names_to_wrap) == set(model._no_split_modules)
     plugin.set_auto_wrap_policy(model)
     together = fsdp2_prepare_auto_wrap_policy(plugin, model)
     assert {name for name, module in model.named_modules() if together(module)} == {"model.layers.0", "model.layers.1"}
