@@ -90,6 +90,16 @@ def test_parquet_and_csv_are_read() -> None:
         assert list(read_documents(files=name)) == ["w7", "w8, w9"]
 
 
+def test_a_dataset_is_read_with_its_split_and_column() -> None:
+    """A folder, which `datasets` reads as it does a repository."""
+    write("data/train.jsonl", "w7", "w8")
+    write("data/test.jsonl", "w9")
+    assert list(read_documents(dataset="data")) == ["w7", "w8"]
+    assert list(read_documents(dataset="data", split="test")) == ["w9"]
+    with pytest.raises(ValueError, match=r"`data.column` .* got 'body'"):
+        list(read_documents(dataset="data", column="body"))
+
+
 def test_what_was_packed_once_is_read_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     def sequences(length: int = 4, **source: Any) -> list[list[int]]:
         return packed(tiny_tokenizer(), length, files="texts", **source)["input_ids"]

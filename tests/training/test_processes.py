@@ -33,6 +33,7 @@ from tiny import VARIANTS, tokens
 from transformers import Trainer, TrainingArguments
 from diffllama import DiffLlamaForCausalLM
 from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention
+from diffllama.training import DifferentialStatsCallback, StopOnNonFiniteCallback
 
 processes = int(os.environ.get("WORLD_SIZE", 1))
 rows = [tokens(12, seed=i) for i in range(32)]
@@ -67,10 +68,13 @@ def train(variant, name, environment):
         arguments.distributed_state.distributed_type = DistributedType.MULTI_GPU
     model = DiffLlamaForCausalLM.from_pretrained(f"{variant}/begin")
     trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
+    trainer.add_callback(DifferentialStatsCallback(trainer, tokens(1, 9)))
+    trainer.add_callback(StopOnNonFiniteCallback())
     precisions.clear()
     trainer.train(resume_from_checkpoint=f"{folder}/begun" if os.path.exists(f"{folder}/begun") else None)
     facts = {
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "cosines": [entry["diff_cosine"] for entry in trainer.state.log_history if "diff_cosine" in entry],
         "kept": [kept(parameter) for parameter in trainer.model.parameters()],
         "recomputed": sum("CheckpointWrapper" in type(module).__name__ for module in trainer.model.modules()),
         "lambda": sorted(precisions),
@@ -235,6 +239,14 @@ def test_processes_train_as_one_does_and_take_up_what_others_began(variant: str,
     assert weights.keys() == expected.keys()
     for tensor in weights:
         torch.testing.assert_close(weights[tensor], expected[tensor], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_they_measure_how_far_the_maps_are_apart_as_one_does(variant: str, name: str, trained: Path) -> None:
+    cosines, alone = (facts(trained, variant, each)["cosines"] for each in (name, "one"))
+    assert len(cosines) == 21
+    assert cosines == pytest.approx(alone, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", EXACT)

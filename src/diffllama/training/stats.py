@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far the two maps of differential heads are apart, measured while a model is trained."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import fmean
 from typing import Any
@@ -27,10 +27,10 @@ def measuring_attention(
     attention_mask: torch.Tensor | None,
     *,
     differential_lambda: torch.Tensor,
-    measured: list[dict[str, float]],
+    report: Callable[[dict[str, float]], None],
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Eager attention that appends to `measured` what `differential_stats` says of this layer."""
+    """Eager attention that reports what `differential_stats` says of this layer."""
     kwargs |= {"output_attentions": True, "output_softmax_maps": True}  # peft passes the former
     output, maps = eager_attention_forward(
         module, query, key, value, attention_mask, differential_lambda=differential_lambda, **kwargs
@@ -41,7 +41,7 @@ def measuring_attention(
     q1, q2 = query.unflatten(1, (-1, 2)).unbind(2)  # [b, h, n, D]
     if module.diff_variant == "v1":  # padded with zeros, each on its side
         q1, q2 = q1[..., : module.map_dim], q2[..., module.map_dim :]
-    measured.append(
+    report(
         {
             "cosine": F.cosine_similarity(q1.float(), q2.float(), dim=-1).mean().item(),
             "lambda": differential_lambda.mean().item(),
@@ -95,7 +95,7 @@ def differential_stats(model: torch.nn.Module, input_ids: torch.Tensor) -> dict[
     measured: list[dict[str, float]] = []
     device = next(model.parameters()).device
     with measuring(model):
-        model(input_ids=input_ids.to(device), use_cache=False, measured=measured)
+        model(input_ids=input_ids.to(device), use_cache=False, report=measured.append)  # FSDP2 copies lists
     return {name: [layer[name] for layer in measured] for name in ("cosine", "lambda", "cancelled")}
 
 
