@@ -222,6 +222,16 @@ def test_it_does_not_go_on_with_other_text_or_another_model(whole: Path) -> None
     assert (whole / "trainer_state.json").read_bytes() == before
 
 
+def test_it_does_not_write_over_another_model(whole: Path) -> None:
+    tiny_model("v2").save_pretrained("precious")
+    before = {file.name: file.read_bytes() for file in Path("precious").iterdir()}
+    with pytest.raises(
+        ValueError, match=r"precious has another model's config\.json: set another `training\.output_dir`"
+    ):
+        pretrain(write("precious", SETTINGS | {"model": {"from": "precious"}}))
+    assert {file.name: file.read_bytes() for file in Path("precious").iterdir()} == before
+
+
 def test_a_nan_stops_it_with_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Trainer.training_step
 
@@ -252,7 +262,9 @@ def test_a_nan_stops_it_with_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"data": {"file": "texts"}}, r"`data`: there is no field `file`; did you mean `files`\?"),
         ({"data": {"files": "missing"}}, "missing names no file with text"),
         ({"data": {"files": "texts", "evaluation_sequences": 10**6}}, "must leave some to train on: 1000000 of "),
-        ({"sequence_length": "long"}, "`sequence_length` must be a number of tokens, got 'long'"),
+        ({"sequence_length": "long"}, "`sequence_length` must be a whole number above 0, got 'long'"),
+        ({"data": {"files": "texts", "evaluation_sequences": -1}}, r"`data\.evaluation_sequences` must be .* got -1"),
+        ({"training": {"per_device_train_batch_size": 0}}, r"`training\.per_device_train_batch_size` must be .* got 0"),
         ({"tokens_per_step": 100}, r"multiple of 64 \(`per_device_train_batch_size` 4 × `sequence_length` 16 × 1 pro"),
         ({"training": {"lr": 1}}, "`training`: there is no field `lr`"),
         ({"training": {"gradient_accumulation_steps": 2, "output_dir": "x"}}, "is computed: set `tokens_per_step`"),

@@ -75,9 +75,12 @@ def read_settings(path: Path) -> dict[str, Any]:
     for name in SECTIONS[1:]:
         if name not in settings:
             raise ValueError(f"{path}: `{name}` is missing" + "; a `recipe` has one." * (name.endswith(("step", "th"))))
-    for name in ("sequence_length", "tokens_per_step"):
-        if not isinstance(settings[name], int) or settings[name] < 2:
-            raise ValueError(f"{path}: `{name}` must be a number of tokens, got {settings[name]!r}.")
+    numbers = {name: settings[name] for name in ("sequence_length", "tokens_per_step")}
+    numbers |= {f"data.{name}": settings["data"].get(name, 2) for name in ("max_tokens", "evaluation_sequences")}
+    numbers["training.per_device_train_batch_size"] = settings["training"].get("per_device_train_batch_size", 8)
+    for name, value in numbers.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{path}: `{name}` must be a whole number above 0, got {value!r}.")
     fields = {field.name for field in dataclasses.fields(DiffLlamaConfig)}
     check_names(settings["model"], fields.union(MODEL_SOURCES), f"{path}: `model`")
     check_names(settings["data"], DATA, f"{path}: `data`")
@@ -177,14 +180,19 @@ def last_checkpoint(folder: Path) -> Path | None:
     return complete[max(complete)] if complete else None
 
 
-def check_unchanged(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Refuses to go on with a training that was begun with other text or another model.
+def check_folder(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Refuses to write over another model, and to go on with what was begun with other text or another model.
 
     Raises:
-        ValueError: with the section that differs.
+        ValueError: with the file that is there, or the section that differs.
     """
-    path = folder / RECORD
-    begun = read_json(path) if path.is_file() else settings
+    record = folder / RECORD
+    if not record.is_file():
+        for name in ("config.json", "model.safetensors", "model.safetensors.index.json"):
+            if (folder / name).exists():
+                raise ValueError(f"{folder} has another model's {name}: set another `training.output_dir`.")
+        return
+    begun = read_json(record)
     for name in SECTIONS[1:-1]:  # those in `training` may change
         if begun.get(name) != settings[name]:
             raise ValueError(
@@ -222,7 +230,7 @@ def pretrain(path: str | Path, of_baseline: bool = False) -> Path:
     settings = read_settings(Path(path))
     arguments = training_arguments(settings, of_baseline)
     folder = Path(arguments.output_dir)
-    check_unchanged(folder, settings)
+    check_folder(folder, settings)
     tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"])
     set_seed(arguments.seed)
     model = build_model(settings["model"], tokenizer, of_baseline)
