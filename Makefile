@@ -82,8 +82,9 @@ check-wheel: wheel ## Install the wheel into an empty environment and use it the
 	cd dist && ../.venv-wheel/bin/diffllama --version && ../.venv-wheel/bin/python ../examples/check_install.py
 	rm -rf .venv-wheel
 
-bench: $(VENV)/.dev ## Time whole models beside their peers, and a conversion of 8 GB beside a copy.
+bench: $(VENV)/.dev ## Time whole models and their training beside their peers, and a conversion of 8 GB beside a copy.
 	$(RUN) -m benchmarks.whole_model
+	$(RUN) -m benchmarks.training_step
 	$(RUN) -m benchmarks.conversion
 
 figure: $(VENV)/.dev ## Draw the README's figure from the demo model.

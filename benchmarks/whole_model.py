@@ -2,59 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole models on the CPU or a GPU: ours, transformers' `diffllama` and the matched Llama, timed in turn in one run.
 
-Usage: python -m benchmarks.whole_model [--context 2048] [--rounds 7] [--json FILE]
+Usage: python -m benchmarks.whole_model [--context 2048] [--width 768] [--layers 6] [--rounds 7] [--json FILE]
 
 Prints times, medians over rounds (of decoding, the best of ten steps in each), and ratios to the Llama of the same
-run. All models have 6 layers, hidden width 768 and keys and values of the same size: Llama 12 heads of 64, ours 6
-differential heads (V1 d = 64; V2 12 heads of width 64 with two queries).
+run. `benchmarks.compared.build` says what the models have in common.
 """
 
-import argparse
 import json
-import platform
 import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from diffllama import DiffLlamaConfig, DiffLlamaForCausalLM
-from diffllama.configuration import SHARED_FIELDS, baseline
-
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def models() -> dict[str, PreTrainedModel]:
-    """The models to compare, all in float32 with sdpa."""
-    size = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 4096}
-    size |= {"max_position_embeddings": 16384, "rms_norm_eps": 1e-5}
-    v1 = DiffLlamaConfig(**size, num_attention_heads=12, num_key_value_heads=6, head_dim=128)
-    v2 = DiffLlamaConfig(**size, diff_variant="v2", num_attention_heads=24, num_key_value_heads=12, head_dim=64)
-    theirs = transformers.DiffLlamaConfig(
-        **{field: getattr(v1, field) for field in SHARED_FIELDS if field not in ("mlp_bias", "dtype")},
-        num_attention_heads=12,
-        num_key_value_heads=12,
-        head_dim=64,
-    )
-    torch.manual_seed(0)
-    made = {
-        "llama": transformers.LlamaForCausalLM._from_config(baseline(v1), attn_implementation="sdpa"),
-        "transformers diffllama": transformers.DiffLlamaForCausalLM._from_config(theirs, attn_implementation="sdpa"),
-        "ours V1": DiffLlamaForCausalLM._from_config(v1, attn_implementation="sdpa"),
-        "ours V2": DiffLlamaForCausalLM._from_config(v2, attn_implementation="sdpa"),
-    }
-    return {name: model.to(DEVICE).eval() for name, model in made.items()}
-
-
-def tokens(batch: int, length: int) -> torch.Tensor:
-    """Random token ids [batch, length]."""
-    return torch.randint(4096, (batch, length), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+from benchmarks.compared import NAMES, build, machine, parser, seconds, tokens
 
 
 def decode(model: PreTrainedModel, context: int) -> Callable[[], object]:
@@ -101,34 +64,15 @@ def check(compared: dict[str, PreTrainedModel]) -> None:
         model.set_attn_implementation("sdpa")
 
 
-def seconds(step: Callable[[], object]) -> float:
-    """Wall-clock time of one step."""
-    start = time.perf_counter()
-    step()
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 @torch.no_grad()
 def main() -> None:
     """Runs the cases and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--context", type=int, default=2048, help="tokens of context")
-    parser.add_argument("--rounds", type=int, default=7, help="how often each model is timed in turn")
-    parser.add_argument("--json", type=Path, help="write the results here too")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--context", type=int, default=2048, help="tokens of context")
+    arguments = options.parse_args()
 
-    compared = models()
+    compared = {name: build(name, arguments.width, arguments.layers) for name in NAMES}
     check(compared)
-    machine = {
-        "machine": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "context": arguments.context,
-        "rounds": arguments.rounds,
-    }
     table = Table("case", *compared, title="milliseconds, median (spread), ratio to llama")
     results: dict[str, dict[str, dict[str, float]]] = {}
     for case, make in CASES.items():
@@ -151,9 +95,10 @@ def main() -> None:
         }
         cells = (f"{r['median_ms']:.1f} ({r['spread_ms']:.1f})  {r['ratio']:.2f}x" for r in results[case].values())
         table.add_row(case, *cells)
-    Console(width=120).print(machine, table)
+    where = machine(arguments)
+    Console(width=120).print(where, table)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
+        arguments.json.write_text(json.dumps({"machine": where, "results": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import whole_model
 
-pytestmark = pytest.mark.slow
 
-
-def test_the_benchmark_times_every_model_in_every_case(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.whole_model", "--context", "32", "--rounds", "1", "--json"]
-    subprocess.run([*command, tmp_path / "out.json"], check=True, cwd=Path(__file__).parents[2])
-    results = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert set(results) == {"decode", "prefill", "train"}
-    for case in results.values():
+def test_the_benchmark_times_every_model_in_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--width", "128", "--layers", "1", "--context", "32", "--rounds", "1", "--json", tmp_path / "out.json"]
+    monkeypatch.setattr(sys, "argv", ["whole_model", *map(str, options)])
+    whole_model.main()
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert (report["machine"]["context"], report["machine"]["rounds"]) == (32, 1)
+    assert set(report["results"]) == {"decode", "prefill", "train"}
+    for case in report["results"].values():
         assert set(case) == {"llama", "transformers diffllama", "ours V1", "ours V2"}
         assert case["llama"]["ratio"] == 1.0
         assert all(row["median_ms"] > 0 for row in case.values())
