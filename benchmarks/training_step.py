@@ -23,6 +23,7 @@ import ctypes
 import gc
 import json
 import statistics
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -129,6 +130,7 @@ def step_mb(step: Step) -> float:
 
 def prepare(name: str, width: int, layers: int) -> Row:
     """Makes and checks a model in this process. Returns the sizes of its weights and of its optimizer's state."""
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)  # newer transformers renamed them
     model, optimizer = made(name, width, layers)
     check(model, optimizer)
     states = [tensor for state in optimizer.state.values() for tensor in state.values()]
