@@ -19,7 +19,7 @@ from transformers.utils.import_utils import is_accelerate_available, is_gguf_ava
 from diffllama.conversion.checkpoints import Checkpoint, TensorsInMemory, open_checkpoint
 from diffllama.conversion.verification import Outputs, VerificationError, model_outputs
 from diffllama.conversion.weight_map import CheckpointError, lines
-from diffllama.hub_cards.code import AUTO_CLASSES, is_code_licence, write_code
+from diffllama.hub_cards.code import AUTO_CLASSES, current_name, is_code_licence, write_code
 from diffllama.hub_cards.texts import write_json
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
@@ -57,7 +57,8 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     """The model of a configuration, without values: a language model, or, of ours, what `architectures` names."""
     model_class = AutoModelForCausalLM
     if config.model_type == DiffLlamaConfig.model_type and config.architectures:
-        model_class = getattr(transformers, AUTO_CLASSES.get(config.architectures[0], "AutoModelForCausalLM"))
+        auto_class = AUTO_CLASSES.get(current_name(config.architectures[0]), "AutoModelForCausalLM")
+        model_class = getattr(transformers, auto_class)
     with torch.device("meta"):  # whatever attention the configuration asks for might have to be fetched
         return model_class.from_config(copy.deepcopy(config), attn_implementation="eager")
 

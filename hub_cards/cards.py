@@ -39,11 +39,11 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "DiffLlamaForCausalLM": Task("text-generation", "language model"),
-    "DiffLlamaForSequenceClassification": Task("text-classification", "classifier of texts"),
-    "DiffLlamaForTokenClassification": Task("token-classification", "classifier of tokens"),
-    "DiffLlamaForQuestionAnswering": Task("question-answering", "model for extractive question answering"),
-    "DiffLlamaModel": Task("feature-extraction", "model without a head"),
+    "DifferentialLlamaForCausalLM": Task("text-generation", "language model"),
+    "DifferentialLlamaForSequenceClassification": Task("text-classification", "classifier of texts"),
+    "DifferentialLlamaForTokenClassification": Task("token-classification", "classifier of tokens"),
+    "DifferentialLlamaForQuestionAnswering": Task("question-answering", "model for extractive question answering"),
+    "DifferentialLlamaModel": Task("feature-extraction", "model without a head"),
 }
 """Class of ours -> what it is for."""
 
@@ -81,7 +81,7 @@ class Facts:
     config: "DiffLlamaConfig"
     parameters: int
     dtype: str
-    architecture: str = "DiffLlamaForCausalLM"
+    architecture: str = "DifferentialLlamaForCausalLM"
     chat: bool = False
     part: bool = False
     conversion: Mapping[str, Any] | None = None

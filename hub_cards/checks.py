@@ -5,7 +5,7 @@
 import os
 import pickletools
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from diffllama.conversion.checkpoints import NAMES, PICKLES, SafetensorsFile, op
 from diffllama.conversion.transformers_models import TOKENIZER_FILES, expected_tensors, leads_out
 from diffllama.conversion.weight_map import CheckpointError, check_tensors
 from diffllama.hub_cards.cards import CARD, TASKS, card_metadata, read_card
-from diffllama.hub_cards.code import HubCodeError, differences, hub_code
+from diffllama.hub_cards.code import EARLIER_AUTO_MAP, HubCodeError, current_name, differences, hub_code
 from diffllama.hub_cards.texts import SECRET_NAMES, has_place, load_json, read_json, secrets, strings
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
 
@@ -82,7 +82,7 @@ def check(folder: str | os.PathLike[str]) -> list[Finding]:
     folder = Path(os.path.abspath(folder))
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder. Name a folder with a model.")
-    findings = [*check_files(folder, sent_files(folder)), *check_code(folder)]
+    findings = [*check_files(folder, sent_files(folder)), *check_code(folder, known_auto_map(folder))]
     config = load_config(folder)
     if isinstance(config, Finding):
         return [*findings, config]
@@ -174,10 +174,10 @@ def json_faults(file: Path, data: bytes) -> Iterator[str]:
             yield f"`{where}` holds a path of a machine: {value[:80]!r}"
 
 
-def check_code(folder: Path) -> Iterator[Finding]:
+def check_code(folder: Path, auto_map: Mapping[str, str] = AUTO_MAP) -> Iterator[Finding]:
     """Checks that the Hub's loader can follow the folder's code, and compares it with the package's."""
     try:
-        code = hub_code(folder)
+        code = hub_code(folder, auto_map)
     except HubCodeError as error:
         yield from (finding(fault) for fault in error.faults)
         return
@@ -207,24 +207,43 @@ def load_config(folder: Path) -> DiffLlamaConfig | Finding:
     return config
 
 
+def known_auto_map(folder: Path) -> dict[str, str]:
+    """The `auto_map` that a folder must have: ours, but for classes that it calls by their earlier names."""
+    try:
+        found = read_json(folder / "config.json").get("auto_map")
+    except (OSError, ValueError):
+        return AUTO_MAP
+    found = found if isinstance(found, dict) else {}
+    return AUTO_MAP | {name: earlier for name, earlier in EARLIER_AUTO_MAP.items() if found.get(name) == earlier}
+
+
 def check_config(folder: Path) -> Iterator[Finding]:
     """Checks that a configuration names the code of its folder and no other."""
     name, content = "config.json", read_json(folder / "config.json")
     yield from (Finding(name, f"`{field}` makes transformers run more") for field in HIDDEN_CODE if field in content)
     found = content.get("auto_map")
     found = found if isinstance(found, dict) else {}
-    for auto_class in AUTO_MAP | found:
-        wanted, got = AUTO_MAP.get(auto_class), found.get(auto_class)
+    known = known_auto_map(folder)
+    for auto_class in known | found:
+        wanted, got = known.get(auto_class), found.get(auto_class)
         if wanted != got:
             must = f"must have {auto_class}: {wanted!r}" if wanted else f"must not have {auto_class}"
             yield Finding(name, f"`auto_map` {must}, got {got!r}")
+    architecture = (content.get("architectures") or [""])[0]
+    if known != AUTO_MAP or architecture != current_name(architecture):
+        yield Finding(
+            name,
+            "`architectures` or `auto_map` has earlier names of our classes. transformers has others of these names, "
+            "which some libraries load instead: `diffllama export` writes today's",
+            wrong=False,
+        )
     if content.get("quantization_config"):
         yield Finding(name, "`quantization_config`: it loads only where that quantization is installed", wrong=False)
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
     """The name of the class of ours that a configuration is of. Raises `ValueError` if it is none."""
-    architecture = (config.architectures or ["DiffLlamaForCausalLM"])[0]
+    architecture = current_name((config.architectures or ["DifferentialLlamaForCausalLM"])[0])
     if architecture not in TASKS:
         raise ValueError(f"`architectures` in config.json must be one of {', '.join(TASKS)}, got {architecture!r}.")
     return architecture

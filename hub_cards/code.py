@@ -28,10 +28,22 @@ OURS = ("diffllama", "modeling_diff", "configuration", "conversion", "hub_cards"
 AUTO_CLASSES = {reference.partition(".")[2]: auto_class for auto_class, reference in AUTO_MAP.items()}
 """Class of ours -> the Auto class that loads it."""
 
+EARLIER_AUTO_MAP = AUTO_MAP | {
+    auto_class: reference.replace("Differential", "Diff")
+    for auto_class, reference in AUTO_MAP.items()
+    if auto_class != "AutoConfig"
+}
+"""`auto_map` of folders made when the model classes had the names by which they are imported."""
+
 INSTALLED = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_names}
 """What every machine has that loads a model with transformers."""
 
 _STAMP = re.compile(r"^# From diffllama (?P<version>\S+?)(?:, commit (?P<commit>[^\n]+))?\.\n", re.MULTILINE)
+
+
+def current_name(architecture: object) -> str:
+    """The name of a class of ours, where a folder's `architectures` has it or the one by which it is imported."""
+    return re.sub(r"^DiffLlama", "DifferentialLlama", str(architecture))
 
 
 class HubCodeError(ValueError):
@@ -88,6 +100,9 @@ def hub_code(folder: Path = SOURCE, auto_map: Mapping[str, str] = AUTO_MAP) -> d
             faults.append(f"{path.name}: {error}")
             continue
         classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.value) in classes:  # another name
+                classes |= {ast.unparse(target) for target in node.targets}
         faults += [f"{path.name}: has no class {each}" for each in entries.get(name, ()) if each not in classes]
         statements = relative_imports(tree)
         relative, read = {name for name, wrong in statements.items() if not wrong}, set(get_relative_imports(path))

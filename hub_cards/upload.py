@@ -35,7 +35,7 @@ from diffllama.hub_cards.cards import (
     updated_card,
 )
 from diffllama.hub_cards.checks import Finding, FolderError, check, check_code, check_files, sent_files
-from diffllama.hub_cards.code import hub_code
+from diffllama.hub_cards.code import current_name, hub_code
 from diffllama.hub_cards.hub_folder import folder_facts
 from diffllama.hub_cards.texts import as_json
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
@@ -146,8 +146,11 @@ def push(
     removed: list[str] = []
     if code_only:
         sent = {name: folder / name for name in hub_code(folder)}
-        if model.get("auto_map") != AUTO_MAP:
-            sent["config.json"] = as_json(model | {"auto_map": AUTO_MAP}).encode()
+        config = model | {"auto_map": AUTO_MAP}
+        if isinstance(architectures := config.get("architectures"), list):
+            config["architectures"] = [current_name(name) for name in architectures]
+        if config != model:
+            sent["config.json"] = as_json(config).encode()
     else:
         files = {file.relative_to(folder).as_posix(): file for file in sent_files(folder)}
         sent = {name: file for name, file in files.items() if name != CARD}

@@ -13,11 +13,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 AUTO_MAP = {
     "AutoConfig": "configuration_diffllama.DifferentialLlamaConfig",
-    "AutoModel": "modeling_diffllama.DiffLlamaModel",
-    "AutoModelForCausalLM": "modeling_diffllama.DiffLlamaForCausalLM",
-    "AutoModelForSequenceClassification": "modeling_diffllama.DiffLlamaForSequenceClassification",
-    "AutoModelForTokenClassification": "modeling_diffllama.DiffLlamaForTokenClassification",
-    "AutoModelForQuestionAnswering": "modeling_diffllama.DiffLlamaForQuestionAnswering",
+    "AutoModel": "modeling_diffllama.DifferentialLlamaModel",
+    "AutoModelForCausalLM": "modeling_diffllama.DifferentialLlamaForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_diffllama.DifferentialLlamaForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_diffllama.DifferentialLlamaForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_diffllama.DifferentialLlamaForQuestionAnswering",
 }
 """Auto class -> the class that it loads, as `file.Class` in a Hub folder."""
 

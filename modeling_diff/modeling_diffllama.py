@@ -23,6 +23,12 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+)
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRotaryEmbedding,
@@ -236,7 +242,7 @@ class DiffLlamaDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-class DiffLlamaPreTrainedModel(PreTrainedModel):
+class DifferentialLlamaPreTrainedModel(PreTrainedModel):
     """What all differential Llama models share: initialisation and what they support."""
 
     config_class = DiffLlamaConfig
@@ -259,7 +265,7 @@ class DiffLlamaPreTrainedModel(PreTrainedModel):
                 init.normal_(vector, mean=0.0, std=self.config.lambda_std_dev)
 
 
-class DiffLlamaModel(DiffLlamaPreTrainedModel):
+class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
     """The differential Llama decoder without a head."""
 
     def __init__(self, config: DiffLlamaConfig) -> None:
@@ -351,7 +357,7 @@ class DiffLlamaModel(DiffLlamaPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
 
-class DiffLlamaForCausalLM(DiffLlamaPreTrainedModel, GenerationMixin):
+class DifferentialLlamaForCausalLM(DifferentialLlamaPreTrainedModel, GenerationMixin):
     """The differential Llama language model."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -360,7 +366,7 @@ class DiffLlamaForCausalLM(DiffLlamaPreTrainedModel, GenerationMixin):
 
     def __init__(self, config: DiffLlamaConfig) -> None:
         super().__init__(config)
-        self.model = DiffLlamaModel(config)
+        self.model = DifferentialLlamaModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -435,39 +441,57 @@ class DiffLlamaForCausalLM(DiffLlamaPreTrainedModel, GenerationMixin):
 # remote code a second time where this file is remote code, so each head builds its base model itself.
 
 
-class DiffLlamaForSequenceClassification(GenericForSequenceClassification, DiffLlamaPreTrainedModel):
+class DifferentialLlamaForSequenceClassification(GenericForSequenceClassification, DifferentialLlamaPreTrainedModel):
     """Differential Llama with one label for a sequence, read at its last token that is not padding."""
 
     def __init__(self, config: DiffLlamaConfig) -> None:
         super(GenericForSequenceClassification, self).__init__(config)
         self.num_labels = config.num_labels
-        self.model = DiffLlamaModel(config)
+        self.model = DifferentialLlamaModel(config)
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
         self.post_init()
 
 
-class DiffLlamaForTokenClassification(GenericForTokenClassification, DiffLlamaPreTrainedModel):
+class DifferentialLlamaForTokenClassification(GenericForTokenClassification, DifferentialLlamaPreTrainedModel):
     """Differential Llama with one label for a token."""
 
     def __init__(self, config: DiffLlamaConfig) -> None:
         super(GenericForTokenClassification, self).__init__(config)
         self.num_labels = config.num_labels
-        self.model = DiffLlamaModel(config)
+        self.model = DifferentialLlamaModel(config)
         classifier_dropout = getattr(config, "classifier_dropout", None)
         self.dropout = nn.Dropout(0.1 if classifier_dropout is None else classifier_dropout)
         self.score = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
 
-class DiffLlamaForQuestionAnswering(GenericForQuestionAnswering, DiffLlamaPreTrainedModel):
+class DifferentialLlamaForQuestionAnswering(GenericForQuestionAnswering, DifferentialLlamaPreTrainedModel):
     """Differential Llama that marks the answer's first and last token in a text."""
 
     def __init__(self, config: DiffLlamaConfig) -> None:
         super(GenericForQuestionAnswering, self).__init__(config)
-        self.model = DiffLlamaModel(config)
+        self.model = DifferentialLlamaModel(config)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
 
+
+# transformers has classes of the names `DiffLlama…` for an architecture of its own, and libraries look up there what
+# `architectures` in config.json says. So the classes have names of their own, and are imported by these.
+DiffLlamaPreTrainedModel = DifferentialLlamaPreTrainedModel
+DiffLlamaModel = DifferentialLlamaModel
+DiffLlamaForCausalLM = DifferentialLlamaForCausalLM
+DiffLlamaForSequenceClassification = DifferentialLlamaForSequenceClassification
+DiffLlamaForTokenClassification = DifferentialLlamaForTokenClassification
+DiffLlamaForQuestionAnswering = DifferentialLlamaForQuestionAnswering
+
+# A Trainer looks into these tables for whether to shift smoothed labels, and for the task that its model card names.
+for names, model_class in (
+    (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, DiffLlamaForCausalLM),
+    (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, DiffLlamaForSequenceClassification),
+    (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, DiffLlamaForTokenClassification),
+    (MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES, DiffLlamaForQuestionAnswering),
+):
+    names[DiffLlamaConfig.model_type] = model_class.__name__
 
 __all__ = [
     "DiffLlamaForCausalLM",

@@ -157,7 +157,7 @@ def test_the_folders_configuration_is_the_sources_as_v2(source: Path, tmp_path: 
     written = json.loads((convert(source, tmp_path / "dest") / "config.json").read_text())
     assert written["auto_map"] == AUTO_MAP
     assert (written["model_type"], written["diff_variant"]) == ("diff_llama", "v2")
-    assert written["architectures"] == ["DiffLlamaForCausalLM"]
+    assert written["architectures"] == ["DifferentialLlamaForCausalLM"]
     assert (written["num_attention_heads"], written["num_key_value_heads"], written["head_dim"]) == (8, 2, 16)
     assert (written["rms_norm_eps"], written["bos_token_id"], written["hidden_size"]) == (1e-4, 5, 64)
 

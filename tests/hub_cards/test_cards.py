@@ -66,7 +66,7 @@ KINDS = {
     "trained, of which nothing is known": facts("v1"),
     "fine-tuned": facts(training=TRAINING, chat=True, fields=EVERY_FEATURE),
     "fine-tuned in the folder of a conversion": facts(conversion=record(name="org/llama", revision="0"), training={}),
-    "classifier": facts("v1", architecture="DiffLlamaForSequenceClassification"),
+    "classifier": facts("v1", architecture="DifferentialLlamaForSequenceClassification"),
 }
 METADATA = {"fine-tuned": {"base_model": "org/base", "datasets": ["org/text"], "license": "mit"}}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer
+from tiny import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer, with_earlier_names
 
 from diffllama import DiffLlamaForSequenceClassification, __version__
 from diffllama.hub_cards import check, export
@@ -67,7 +67,7 @@ def test_what_save_pretrained_leaves_loads_and_lacks_tokenizer_card_and_licence(
 def test_other_architectures_have_other_weights(tmp_path: Path) -> None:
     DiffLlamaForSequenceClassification(tiny_model().config).save_pretrained(tmp_path)
     assert findings(tmp_path) == []
-    edit(tmp_path / "config.json", lambda config: config.update(architectures=["DiffLlamaForCausalLM"]))
+    edit(tmp_path / "config.json", lambda config: config.update(architectures=["DifferentialLlamaForCausalLM"]))
     assert findings(tmp_path)[1:] == [
         "model.safetensors: missing: lm_head.weight [97, 64]",
         "model.safetensors: extra: score.weight [2, 64]",
@@ -195,7 +195,7 @@ class TestConfiguration:
         [
             ({"model_type": "llama"}, "`model_type` must be 'diff_llama', got 'llama'"),
             ({"num_attention_heads": 7}, "StrictDataclassClassValidationError"),
-            ({"architectures": ["LlamaForCausalLM"]}, "`architectures` in config.json must be one of DiffLlama"),
+            ({"architectures": ["LlamaForCausalLM"]}, "`architectures` in config.json must be one of Diff"),
         ],
     )
     def test_what_does_not_load_is_wrong(self, change: dict, message: str, folder: Path) -> None:
@@ -204,11 +204,25 @@ class TestConfiguration:
         assert found.startswith("config.json: ")
         assert message in found
 
+    @pytest.mark.parametrize("code", [True, False], ids=["earlier code", "today's code"])
+    def test_earlier_names_of_classes_are_good_to_know(self, code: bool, folder: Path) -> None:
+        with_earlier_names(folder, code=code)
+        assert findings(folder) == []
+        known = findings(folder, wrong=False)
+        assert len(known) == 1 + code
+        assert known[-1].startswith("config.json: `architectures` or `auto_map` has earlier names of our classes")
+        assert check(export(folder, folder.parent / "renamed")) == []
+
+    def test_earlier_code_under_todays_names_is_wrong(self, folder: Path) -> None:
+        with_earlier_names(folder, config=False)
+        assert "modeling_diffllama.py: has no class DifferentialLlamaForCausalLM" in findings(folder)
+
     def test_code_in_another_repository_is_wrong(self, folder: Path) -> None:
         edit(
-            folder / "config.json", lambda c: c["auto_map"].update(AutoModel="me/x--modeling_diffllama.DiffLlamaModel")
+            folder / "config.json",
+            lambda c: c["auto_map"].update(AutoModel="me/x--modeling_diffllama.DifferentialLlamaModel"),
         )
-        assert the_only(folder).endswith("got 'me/x--modeling_diffllama.DiffLlamaModel'")
+        assert the_only(folder).endswith("got 'me/x--modeling_diffllama.DifferentialLlamaModel'")
 
     @pytest.mark.parametrize(
         ("change", "message"),

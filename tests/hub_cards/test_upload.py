@@ -8,7 +8,7 @@ from hub import Hub, Repository
 from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file, save_file
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_model, tiny_tokenizer, with_earlier_names
 
 from diffllama.hub_cards import code, export, push, upload
 from diffllama.hub_cards.cards import pinned_revision
@@ -345,13 +345,19 @@ class TestCodeOnly:
         assert "It likes cats." in readme(hub)
         assert any("differential_attention.py" in str(finding) for finding in shown[0].findings)
 
-    def test_an_older_auto_map_becomes_the_packages(self, hub: Hub, folder: Path) -> None:
+    def test_an_older_auto_map_and_architecture_become_the_packages(self, hub: Hub, folder: Path) -> None:
         push(folder, REPO)
         config = json.loads(pushed(hub).files()["config.json"])
-        old = config | {"auto_map": {"AutoConfig": "old.Config"}}
+        old = config | {"auto_map": {"AutoConfig": "old.Config"}, "architectures": ["DiffLlamaForCausalLM"]}
         pushed(hub).commit({"config.json": json.dumps(old).encode()})
         push(folder, REPO, code_only=True)
         assert json.loads(pushed(hub).files()["config.json"]) == config
+
+    def test_earlier_code_is_not_sent(self, hub: Hub, folder: Path) -> None:
+        push(folder, REPO)
+        with_earlier_names(folder)
+        with pytest.raises(FolderError, match="has no class DifferentialLlamaModel"):
+            push(folder, REPO, code_only=True)
 
     def test_it_needs_a_model_of_ours_on_the_hub(self, hub: Hub, folder: Path) -> None:
         with pytest.raises(ValueError, match="alice/model has no model"):

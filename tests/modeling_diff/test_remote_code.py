@@ -215,7 +215,7 @@ class TestFolder:
         names = {*MODELS, *(f"{name} from a configuration" for name in MODELS), "AutoModel", "AutoConfig", "pipeline"}
         assert set(answers.facts["modules"]) == names
         for name, modules in answers.facts["modules"].items():
-            # never transformers' own `DiffLlamaModel`, which is another architecture
+            # never transformers' `DiffLlamaModel`, which is another architecture
             assert [m for m in modules if not re.fullmatch(r"transformers_modules\..+diffllama", m)] == [], name
 
     def test_without_trust_nothing_is_loaded_and_nothing_built(self, answers: Answers) -> None:

@@ -26,12 +26,13 @@ TINY = {
     "pad_token_id": 0,
 }
 AUTO_CLASSES = {
-    "AutoModel": "DiffLlamaModel",
-    "AutoModelForCausalLM": "DiffLlamaForCausalLM",
-    "AutoModelForSequenceClassification": "DiffLlamaForSequenceClassification",
-    "AutoModelForTokenClassification": "DiffLlamaForTokenClassification",
-    "AutoModelForQuestionAnswering": "DiffLlamaForQuestionAnswering",
+    "AutoModel": "LlamaModel",
+    "AutoModelForCausalLM": "LlamaForCausalLM",
+    "AutoModelForSequenceClassification": "LlamaForSequenceClassification",
+    "AutoModelForTokenClassification": "LlamaForTokenClassification",
+    "AutoModelForQuestionAnswering": "LlamaForQuestionAnswering",
 }
+"""Auto class -> name of its class, ours behind `OURS` and transformers' behind `THEIRS`."""
 PRELUDE = f"""
 import json, sys
 def name(thing):
@@ -46,9 +47,9 @@ TINY = {TINY!r}
 AUTO_CLASSES = {list(AUTO_CLASSES)!r}
 facts = {{}}
 """
-OURS = "diffllama.modeling_diff.modeling_diffllama."
+OURS = "diffllama.modeling_diff.modeling_diffllama.Differential"
 OUR_CONFIG = f"diffllama.modeling_diff.configuration_diffllama.{DiffLlamaConfig.__name__}"
-THEIRS = "transformers.models.diffllama.modeling_diffllama."
+THEIRS = "transformers.models.diffllama.modeling_diffllama.Diff"
 
 
 def facts(code: str, **environment: str) -> dict[str, Any]:
@@ -135,7 +136,7 @@ for variant in ("v1", "v2"):
     facts[variant] = outcome(transformers.AutoModelForCausalLM.from_pretrained, f"{{root}}/{{variant}}")
 """)
     assert known.pop("config") == OUR_CONFIG
-    assert known == dict.fromkeys(VARIANTS, f"{OURS}DiffLlamaForCausalLM")
+    assert known == dict.fromkeys(VARIANTS, f"{OURS}LlamaForCausalLM")
 
 
 def test_without_diffllama_and_trust_a_folder_is_refused_and_never_becomes_transformers_model(
@@ -189,7 +190,7 @@ facts["trusted"] = {{
     assert known["config"].startswith("transformers_modules.")
     for auto, name in AUTO_CLASSES.items():
         assert known["trusted"][auto].startswith("transformers_modules.")
-        assert known["trusted"][auto].endswith(f".modeling_diffllama.{name}")
+        assert known["trusted"][auto].endswith(f".modeling_diffllama.Differential{name}")
         assert not known["untrusted"][auto].startswith("transformers.models.")
 
 

@@ -225,7 +225,7 @@ def test_v2_is_told_how_its_projection_is_trained() -> None:
 
 
 def test_a_model_without_an_adapter_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"is a DiffLlamaForCausalLM; `peft\.get_peft_model"):
+    with pytest.raises(TypeError, match=r"is a DifferentialLlamaForCausalLM; `peft\.get_peft_model"):
         train_lambdas(base())
 
 

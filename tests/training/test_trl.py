@@ -1,5 +1,8 @@
 """trl's SFTTrainer trains the model on texts and conversations, packed or not."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
@@ -208,12 +211,44 @@ def test_a_lora_and_lambda_are_learnt_on_a_model_in_4_bits(make: Make, tmp_path:
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_a_path_is_no_model_to_trl_which_takes_transformers_class_of_that_name(make: Make, tmp_path: Path) -> None:
+def test_a_model_is_loaded_from_its_folder_and_learns(make: Make, tmp_path: Path) -> None:
     model = make(TEXTS).model
-    assert type(model) is DiffLlamaForCausalLM
     model.save_pretrained(tmp_path / "model")
-    with pytest.raises(RuntimeError, match="mismatched"):  # never silently
-        make(TEXTS, str(tmp_path / "model"))
+    trainer = make(TEXTS, str(tmp_path / "model"))
+    assert type(trainer.model) is DiffLlamaForCausalLM
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+    assert_it_learns(trainer, ROWS)
+
+
+REMOTE = """
+import sys
+sys.modules["diffllama"] = None  # from here on importing it fails
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+
+options = {"max_steps": 8, "learning_rate": 1e-2, "logging_steps": 1, "report_to": [], "use_cpu": True, "bf16": False}
+trainer = SFTTrainer(
+    "model",
+    SFTConfig("run", trust_remote_code=True, save_strategy="no", **options),
+    train_dataset=Dataset.from_dict({"text": ["w7 w8 w9 w10"] * 8}),
+)
+assert type(trainer.model).__module__.startswith("transformers_modules."), type(trainer.model)
+trainer.train()
+losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+assert losses[-1] < 0.9 * losses[0], losses
+"""
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_model_of_remote_code_is_loaded_from_its_folder_and_learns(variant: str, tmp_path: Path) -> None:
+    tiny_model(variant, initializer_range=0.05).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    env = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    process = subprocess.run(
+        [sys.executable, "-c", REMOTE], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
