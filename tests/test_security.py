@@ -1,12 +1,10 @@
 """What SECURITY.md says is so."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 from llamas import SIZES, save_model
 from tiny import VARIANTS, tiny_model, tiny_tokenizer
@@ -45,30 +43,19 @@ def test_its_python_code_compiles() -> None:
 # --- which code runs, each time in fresh processes -------------------------------------------------------------------
 
 PRELUDE = """
-import json, sys
+import sys
 def outcome(auto, *args, **kwargs):
     try:
         return type(getattr(transformers, auto).from_pretrained(*args, **kwargs)).__module__
     except Exception as error:
         return str(error)
-facts = {}
 """
 
 
 def facts(code: str, work: Path) -> dict[str, str]:
     """Runs code that fills the dictionary `facts`, in a fresh process that has its caches in `work`."""
     caches = {"HF_HOME": str(work), "HF_HUB_CACHE": str(work / "hub"), "HF_MODULES_CACHE": str(work / "modules")}
-    result = subprocess.run(
-        [sys.executable, "-c", f"{PRELUDE}{code}\nprint()\nprint(json.dumps(facts))"],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,  # a question whether to trust the code is answered by an error
-        env=os.environ | caches | {"HF_HUB_OFFLINE": "1"},
-        cwd=work,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+    return fresh.facts(PRELUDE + code, caches | {"HF_HUB_OFFLINE": "1"}, cwd=work)
 
 
 def save(folder: Path, variant: str = "v1", runs: bool = True) -> Path:

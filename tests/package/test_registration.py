@@ -1,13 +1,13 @@
 """What transformers' Auto classes know of the model, each time in a process of its own."""
 
 import json
-import os
 import pickle
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 from tiny import VARIANTS, tiny_config, tiny_model
 
@@ -34,7 +34,7 @@ AUTO_CLASSES = {
 }
 """Auto class -> name of its class, ours behind `OURS` and transformers' behind `THEIRS`."""
 PRELUDE = f"""
-import json, sys
+import sys
 def name(thing):
     thing = thing if isinstance(thing, type) else type(thing)
     return f"{{thing.__module__}}.{{thing.__name__}}"
@@ -45,7 +45,6 @@ def outcome(function, *args, **kwargs):
         return f"{{type(error).__name__}}: {{error}}"
 TINY = {TINY!r}
 AUTO_CLASSES = {list(AUTO_CLASSES)!r}
-facts = {{}}
 """
 OURS = "diffllama.modeling_diff.modeling_diffllama.Differential"
 OUR_CONFIG = f"diffllama.modeling_diff.configuration_diffllama.{DiffLlamaConfig.__name__}"
@@ -54,16 +53,7 @@ THEIRS = "transformers.models.diffllama.modeling_diffllama.Diff"
 
 def facts(code: str, **environment: str) -> dict[str, Any]:
     """Runs code that fills the dictionary `facts`, in a fresh process without a terminal."""
-    result = subprocess.run(
-        [sys.executable, "-c", f"{PRELUDE}{code}\nprint()\nprint(json.dumps(facts))"],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        env=os.environ | environment,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+    return fresh.facts(PRELUDE + code, environment)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +66,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_import_diffllama_is_free_and_the_command_line_nearly() -> None:
-    known = facts("""
+    code = """
+import json
+facts = {}
 import diffllama
 facts["imported"] = sorted({"torch", "transformers", "huggingface_hub"} & set(sys.modules))
 facts["version"] = diffllama.__version__
@@ -87,7 +79,10 @@ import diffllama.cli
 facts["by the command line"] = sorted({"torch", "transformers"} & set(sys.modules))
 import diffllama.configuration
 facts["by the presets"] = sorted({"torch", "transformers"} & set(sys.modules))
-""")
+print(json.dumps(facts))
+"""
+    command = [sys.executable, "-c", PRELUDE + code]  # without torch, which fresh processes have
+    known = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     assert known["version"] == diffllama.__version__
     assert known["imported"] == known["still"] == known["missing"] == []
     assert known["by the command line"] == known["by the presets"] == []

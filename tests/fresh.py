@@ -1,0 +1,70 @@
+"""Fresh processes, each of which has imported torch and nothing that knows of the model.
+
+Importing transformers takes 5 s of CPU time, most of it for torch. So one process imports torch, and others, which are
+forked from it, import the rest.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+SERVER = """
+import json, os, sys, traceback
+import torch._dynamo, torch.distributed.checkpoint, torch.distributed.tensor  # what transformers imports of torch
+
+assert not {"diffllama", "huggingface_hub", "transformers"} & set(sys.modules)
+for line in sys.stdin:
+    code, cwd, environment, answer, output = json.loads(line)
+    if os.fork() == 0:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 2)
+        os.dup2(2, 1)
+        os.chdir(cwd)
+        os.environ.clear()
+        os.environ.update(environment)
+        status = 1
+        try:
+            names = {"__name__": "__main__", "facts": {}}
+            exec(code, names)
+            with open(answer, "w") as file:
+                json.dump(names["facts"], file)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+@functools.cache
+def server() -> subprocess.Popen[str]:
+    """The process that has imported torch. It ends with this one."""
+    return subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def facts(code: str, environment: Mapping[str, str], cwd: Path | str = ".") -> dict[str, Any]:
+    """Runs code that fills the dictionary `facts`, in a fresh process without a terminal.
+
+    Args:
+        environment: variables besides those of this process.
+        cwd: the folder to run it in.
+    """
+    process = server()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with tempfile.TemporaryDirectory() as folder:
+        answer, output = Path(folder, "answer"), Path(folder, "output")
+        request = (code, os.path.abspath(cwd), os.environ | environment, str(answer), str(output))
+        print(json.dumps(request), file=process.stdin, flush=True)
+        assert process.stdout.readline() == "0\n", output.read_text()
+        return json.loads(answer.read_text())
