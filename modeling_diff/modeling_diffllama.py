@@ -257,6 +257,13 @@ class DifferentialLlamaPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": DiffLlamaDecoderLayer, "attentions": DiffLlamaAttention}
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """FSDP2 gives a model that it shards a subclass made by torch: what is saved names the class written here."""
+        super().__init_subclass__(**kwargs)
+        if cls.__module__.startswith("torch."):
+            own = next(base for base in cls.__mro__ if not base.__module__.startswith("torch."))
+            cls.__module__, cls.__name__, cls.__qualname__ = own.__module__, own.__name__, own.__qualname__
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

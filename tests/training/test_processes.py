@@ -266,6 +266,15 @@ def test_each_of_two_keeps_half_of_every_weight(variant: str, name: str, trained
     assert facts(trained, variant, name)["recomputed"] == (2 if "recomputed" in name else 0)  # layers
 
 
+@pytest.mark.parametrize("name", ["two", "sharded", "ZeRO-2", "ZeRO-3"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_they_save_has_the_models_code(variant: str, name: str, trained: Path) -> None:
+    facts(trained, variant, name)
+    one, other = trained / variant / "one", trained / variant / name
+    assert sorted(file.name for file in other.glob("*.py")) == sorted(file.name for file in one.glob("*.py"))
+    assert json.loads((other / "config.json").read_text()) == json.loads((one / "config.json").read_text())
+
+
 @pytest.mark.parametrize("name", ["ZeRO-2", "ZeRO-3"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_deepspeed_puts_its_shards_together_to_the_same_weights(variant: str, name: str, trained: Path) -> None:
