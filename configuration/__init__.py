@@ -18,12 +18,29 @@ if TYPE_CHECKING:
 
 
 class YamlLoader(yaml.SafeLoader):
-    """Safe YAML in which 1e-3 is a number, as in YAML 1.2. (PyYAML takes it for a text: it follows YAML 1.1.)"""
+    """Safe YAML as people expect it, and YAML 1.2 says: 1e-3 is a number, `no` a text, and no key is there twice.
+
+    (PyYAML follows YAML 1.1, in which 1e-3 is a text and `no` is false, and takes the last of equal keys.)
+    """
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        """Refuses a key that is there twice."""
+        keys = [key.value for key, _ in node.value if key.value != "<<"]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"`{key}` is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
-YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+YamlLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if not tag.endswith((":bool", ":timestamp"))]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for tag, pattern, first in (
+    ("float", r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$", "-+.0123456789"),
+    ("bool", r"(true|True|TRUE|false|False|FALSE)$", "tTfF"),
+):
+    YamlLoader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), list(first))
 
 
 @functools.cache
@@ -58,7 +75,7 @@ def preset(name: str, **overrides: Any) -> "DiffLlamaConfig":
     """
     from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
-    if name not in _presets():
+    if name not in preset_names():
         raise ValueError(f"No preset {name!r}. Known: {', '.join(preset_names())}.")
     return DiffLlamaConfig(**{**_presets()[name], **overrides})
 
@@ -82,7 +99,7 @@ def recipe(name: str) -> dict[str, Any]:
     Raises:
         ValueError: there is no recipe of that name.
     """
-    if name not in _recipes():
+    if name not in recipe_names():
         raise ValueError(f"No recipe {name!r}. Known: {', '.join(recipe_names())}.")
     return copy.deepcopy(_recipes()[name])
 

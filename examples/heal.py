@@ -45,9 +45,9 @@ CURVES = {
 
 def prepare() -> None:
     """Makes the demo's two folders, the Llama and its conversion, where they are missing."""
-    if not FOLDER.exists():
+    if not (FOLDER / "model.safetensors").exists():
         convert(smollm2_gguf(), FOLDER, source="llama")
-    if not LLAMA.exists():
+    if not (LLAMA / "model.safetensors").exists():
         gguf = smollm2_gguf()
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
         del model.config.quantization_config  # it was dequantized; as it is, it could neither be saved nor trained
@@ -60,9 +60,9 @@ def logged(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """What a training logged: (step, value) for each curve."""
     history = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     return {
-        name: points
+        name: list(points.items())  # once each, also of a run that was resumed
         for name in CURVES
-        if (points := [(entry["step"], entry[name]) for entry in history if name in entry])
+        if (points := {entry["step"]: entry[name] for entry in history if name in entry})
     }
 
 

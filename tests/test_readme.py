@@ -14,6 +14,8 @@ from tiny import tiny_model, tiny_tokenizer
 from typer.testing import CliRunner
 
 from diffllama.cli import app
+from diffllama.configuration import preset
+from diffllama.training.pretraining import MODEL_SOURCES, accumulation, read_settings
 
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +53,20 @@ def test_every_make_target_that_the_text_names_exists() -> None:
 def test_continuous_integration_runs_the_readmes_test_command() -> None:
     assert "\nmake test\n" in (ROOT / ".ci/run").read_text()
     assert "make test " in blocks("sh")[0]
+
+
+def test_what_accelerate_launches_fits_the_processes_of_its_file() -> None:
+    lines = [line.split() for block in blocks("sh") for line in block.splitlines() if line.startswith("accelerate ")]
+    assert len(lines) >= 1
+    for words in lines:
+        processes = yaml.safe_load((ROOT / words[words.index("--config_file") + 1]).read_text())["num_processes"]
+        settings = read_settings(ROOT / words[-1])
+        assert words[-4:-1] == ["-m", "diffllama", "pretrain"]
+        assert accumulation(settings, processes) >= 1
+        assert not settings["training"].get("use_cpu")
+        fields = {name: value for name, value in settings["model"].items() if name not in MODEL_SOURCES}
+        config = preset(settings["model"]["preset"], **fields)
+        assert config.max_position_embeddings >= settings["sequence_length"]
 
 
 def test_the_command_line_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,15 +89,16 @@ def test_where_gradients_are_not_at_hand_what_is_logged_tells(tmp_path: Path) ->
         trainer(tmp_path, poisoned(4), Hidden()).train()
 
 
-def test_a_loss_scaler_may_overflow(tmp_path: Path) -> None:
-    """fp16 itself needs a GPU."""
+@pytest.mark.parametrize(("field", "value", "off"), [("fp16", True, False), ("mixed_precision", "fp16", "no")])
+def test_a_loss_scaler_may_overflow(field: str, value: Any, off: Any, tmp_path: Path) -> None:
+    """fp16 itself needs a GPU; accelerate launch sets the second field."""
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    arguments.fp16 = True
+    setattr(arguments, field, value)
     model = torch.nn.Linear(1, 1)
     model.weight.grad = torch.tensor([[torch.inf]])
     callback, state, control = StopOnNonFiniteCallback(), TrainerState(), TrainerControl()
     callback.on_pre_optimizer_step(arguments, state, control, model=model)
     callback.on_log(arguments, state, control, logs={"grad_norm": float("inf"), "loss": 1.0})
-    arguments.fp16 = False
+    setattr(arguments, field, off)
     with pytest.raises(FloatingPointError):
         callback.on_pre_optimizer_step(arguments, state, control, model=model)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 
 from diffllama.training import packed, packing
-from diffllama.training.packing import pack, read_documents
+from diffllama.training.packing import fingerprint, pack, read_documents
 
 
 TOKENIZER = tiny_tokenizer()
@@ -82,6 +82,26 @@ def test_a_folder_and_a_pattern_are_read_in_order_and_rows_without_text_are_left
     assert list(read_documents(files="texts")) == ["first", "second"]
 
 
+def test_hidden_files_are_left_out_links_are_followed_and_home_is_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "home/texts/.hidden.txt",
+        "home/texts/.ipynb_checkpoints/a.txt",
+        "elsewhere/b.txt",
+        "home/texts/a.txt",
+    ):
+        write(name, name)
+    Path("home/texts/linked").symlink_to(Path("elsewhere").absolute())
+    monkeypatch.setenv("HOME", str(Path("home").absolute()))
+    for files in ("home/texts", "~/texts", "home/texts/**"):
+        assert list(read_documents(files=files)) == ["home/texts/a.txt", "elsewhere/b.txt"]
+
+
+def test_a_byte_order_mark_is_no_text_and_not_available_is_one() -> None:
+    Path("a.txt").write_bytes("w7".encode("utf-8-sig"))
+    Path("rows.csv").write_text("text\nNA\nw8\n")
+    assert list(read_documents(files=["a.txt", "rows.csv"])) == ["w7", "NA", "w8"]
+
+
 def test_parquet_and_csv_are_read() -> None:
     rows = Dataset.from_dict({"text": ["w7", "w8, w9"]})
     rows.to_parquet("rows.parquet")
@@ -118,6 +138,51 @@ def test_what_was_packed_once_is_read_from_the_cache(monkeypatch: pytest.MonkeyP
     assert sequences() == [[9, 8, 9, 10], [11, 12, 13, END], [7, 8, 9, END]]
 
 
+def test_another_dataset_or_tokenizer_of_the_same_name_is_not_taken_for_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write("a/data/train.jsonl", "w7 w8 w9")
+    write("b/data/train.jsonl", "w9 w8 w7")
+    for folder, expected in (("a", [7, 8, 9, END]), ("b", [9, 8, 7, END])):
+        with monkeypatch.context() as patch:
+            patch.chdir(folder)
+            assert packed(TOKENIZER, 4, dataset="data")["input_ids"] == [expected]
+    write("b/data/train.jsonl", "w8 w8 w8")
+    assert packed(TOKENIZER, 4, dataset="b/data")["input_ids"] == [[8, 8, 8, END]]
+
+    class Slow:
+        is_fast, eos_token_id = False, END
+
+        def __init__(self, **vocabulary: int) -> None:
+            self.get_vocab = lambda: vocabulary
+
+        def __repr__(self) -> str:
+            return "Slow()"
+
+    assert fingerprint(Slow(a=1), 4, files="a") != fingerprint(Slow(a=2), 4, files="a")
+
+
+def test_a_dataset_of_the_hub_is_read_at_one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Info:
+        sha = "1" * 40
+
+    asked = []
+    monkeypatch.setattr(
+        "diffllama.training.packing.HfApi.dataset_info", lambda self, *a, **k: asked.append((a, k)) or Info
+    )
+    first = fingerprint(TOKENIZER, 4, dataset="user/data", revision="main")
+    assert asked == [(("user/data",), {"revision": "main"})]
+    assert packing.pin({"dataset": "user/data"}) == {"dataset": "user/data", "revision": "1" * 40}
+    Info.sha = "2" * 40  # the branch moves
+    assert fingerprint(TOKENIZER, 4, dataset="user/data", revision="main") != first
+
+    def offline(*args: Any, **kwargs: Any) -> Any:
+        raise ConnectionError
+
+    monkeypatch.setattr("diffllama.training.packing.HfApi.dataset_info", offline)
+    assert packing.pin({"dataset": "user/data"}) == {"dataset": "user/data"}
+
+
 def test_what_broke_off_is_not_taken_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     write("texts/a.txt", "w7 w8 w9 w10 w11 w12 w13")
 
@@ -145,6 +210,8 @@ def test_what_broke_off_is_not_taken_for_the_whole(monkeypatch: pytest.MonkeyPat
         ({"files": "torn.jsonl"}, r"cannot read torn\.jsonl: "),
         ({"files": "latin.txt"}, r"cannot read latin\.txt: 'utf-8' codec"),
         ({"files": "a.jsonl", "column": "body"}, r"a\.jsonl: `data\.column` .* got 'body'; the columns are `text`"),
+        ({"files": "numbers.jsonl"}, "'text' must be a column with text, it has 3"),
+        ({"files": ""}, "must be a path, folder or pattern, or a list of them, got ''"),
         ({"files": "a.txt", "max_tokens": 3}, "`data.max_tokens` must be a sequence of 4 at least, got 3"),
     ],
 )
@@ -156,6 +223,7 @@ def test_what_cannot_be_read_is_named(source: dict[str, Any], message: str) -> N
     Path("a.pdf").touch()
     Path("torn.txt.gz").write_bytes(gzip.compress(b"w7 w8 " * 100)[:-12])
     Path("torn.jsonl").write_text('{"text": "w7"}\n{"tex')
+    Path("numbers.jsonl").write_text('{"text": 3}')
     Path("latin.txt").write_bytes("café".encode("latin-1"))
     with pytest.raises(ValueError, match=message):
         packed(TOKENIZER, 4, **source)

@@ -15,12 +15,13 @@ import yaml
 from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainerState
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainerState
 from typer.testing import CliRunner
 
 from diffllama import DiffLlamaForCausalLM
 from diffllama.cli import app
 from diffllama.training import last_checkpoint, packed, pretrain
+from diffllama.training.pretraining import read_settings, training_arguments
 
 
 MODEL = {
@@ -194,8 +195,34 @@ def test_a_run_that_is_killed_ends_at_the_same_weights(name: str, whole: Path) -
     assert same_weights(folder, whole)
 
 
+@pytest.mark.parametrize("step", [5, 11, 13])
+def test_a_run_of_several_epochs_with_dropout_and_evaluation_ends_at_the_same_weights_too(step: int) -> None:
+    """An epoch has 8 steps; checkpoints are of steps 4, 8, and 12."""
+    settings = SETTINGS | {
+        "model": MODEL | {"attention_dropout": 0.1},
+        "data": {"files": ["texts/1.txt", "texts/5.txt"], "max_tokens": 1040, "evaluation_sequences": 5},
+    }
+    more = {"max_steps": 14, "eval_strategy": "steps", "eval_steps": 4}
+    more |= {"gradient_checkpointing": True, "load_best_model_at_end": True, "save_steps": 4}
+    expected = (
+        Path("epochs-whole") if Path("epochs-whole").exists() else pretrain(write("epochs-whole", settings, **more))
+    )
+    config = write(f"epochs-{step}", settings, **more)
+    child = multiprocessing.get_context("fork").Process(
+        target=killed, args=(config, Trainer, "training_step", step, False)
+    )
+    child.start()
+    child.join(120)
+    assert child.exitcode == -signal.SIGKILL
+    folder = pretrain(config)
+    assert same_weights(folder, expected)
+    assert history(folder) == history(expected)
+    assert history(folder, "eval_loss") == history(expected, "eval_loss")
+    assert history(folder, "epoch")[-1] > 1
+
+
 def test_checkpoints_that_broke_off_are_passed_over(tmp_path: Path) -> None:
-    assert last_checkpoint(tmp_path) is None
+    assert last_checkpoint(str(tmp_path)) is None
     for step, state in {
         2: '{"global_step": 2}',
         10: '{"global_step": 10}',
@@ -211,25 +238,39 @@ def test_checkpoints_that_broke_off_are_passed_over(tmp_path: Path) -> None:
 
 def test_it_does_not_go_on_with_other_text_or_another_model(whole: Path) -> None:
     before = (whole / "trainer_state.json").read_bytes()
-    for section, value in {
-        "model": MODEL | {"hidden_size": 64},
-        "data": {"files": "texts/1.txt"},
-        "tokens_per_step": 64,
-    }.items():
-        with pytest.raises(ValueError, match=f"whole was begun with `{section}`"):
-            pretrain(write("whole", SETTINGS | {section: value}))
-    write("whole")
+    other = {
+        "`model`": {"model": MODEL | {"hidden_size": 64}},
+        "`tokens_per_step`": {"tokens_per_step": 64},
+        "text, tokenizer or `sequence_length`": {"data": {"files": "texts/5.txt"}},
+        "`training.seed`": {"training": SETTINGS["training"] | {"seed": 3}},
+    }
+    for name, changes in other.items():
+        with pytest.raises(ValueError, match=f"whole was begun with another {name}: set it back"):
+            pretrain(write("whole", SETTINGS | changes))
+    text = Path("texts/1.txt")
+    kept, times = text.read_text(), (text.stat().st_atime_ns, text.stat().st_mtime_ns)
+    text.write_text("w9 w9")
+    with pytest.raises(ValueError, match="begun with another text, tokenizer"):
+        pretrain(write("whole"))
+    text.write_text(kept)
+    os.utime(text, ns=times)
     assert (whole / "trainer_state.json").read_bytes() == before
 
 
-def test_it_does_not_write_over_another_model(whole: Path) -> None:
-    tiny_model("v2").save_pretrained("precious")
-    before = {file.name: file.read_bytes() for file in Path("precious").iterdir()}
-    with pytest.raises(
-        ValueError, match=r"precious has another model's config\.json: set another `training\.output_dir`"
-    ):
-        pretrain(write("precious", SETTINGS | {"model": {"from": "precious"}}))
-    assert {file.name: file.read_bytes() for file in Path("precious").iterdir()} == before
+def test_it_tells_nothing_of_the_machine_in_what_is_published(whole: Path) -> None:
+    record = json.loads((whole / "pretraining.json").read_text())
+    assert len(record) == 5
+    assert all(len(value) == 16 for value in record.values())
+
+
+@pytest.mark.parametrize("name", ["config.json", "checkpoint-3/model.safetensors", "adapter_config.json"])
+def test_it_does_not_write_over_another_model_or_go_on_with_another_training(name: str) -> None:
+    file = Path(f"precious-{name[:5]}", name)
+    file.parent.mkdir(parents=True)
+    file.write_text("precious")
+    with pytest.raises(ValueError, match=r"of another model or training: set another `training\.output_dir`"):
+        pretrain(write(f"precious-{name[:5]}"))
+    assert [path.read_text() for path in Path(f"precious-{name[:5]}").rglob("*") if path.is_file()] == ["precious"]
 
 
 def test_a_nan_stops_it_with_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,10 +302,30 @@ def test_a_nan_stops_it_with_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"recipe": "4b"}, "No recipe '4b'. Known: 3b, scaling, "),
         ({"data": {"file": "texts"}}, r"`data`: there is no field `file`; did you mean `files`\?"),
         ({"data": {"files": "missing"}}, "missing names no file with text"),
-        ({"data": {"files": "texts", "evaluation_sequences": 10**6}}, "must leave some to train on: 1000000 of "),
-        ({"sequence_length": "long"}, "`sequence_length` must be a whole number above 0, got 'long'"),
-        ({"data": {"files": "texts", "evaluation_sequences": -1}}, r"`data\.evaluation_sequences` must be .* got -1"),
-        ({"training": {"per_device_train_batch_size": 0}}, r"`training\.per_device_train_batch_size` must be .* got 0"),
+        (
+            {
+                "data": {"files": "texts", "evaluation_sequences": 10**6},
+                "training": SETTINGS["training"] | {"eval_strategy": "epoch"},
+            },
+            "must leave some to train on: 1000000 of ",
+        ),
+        ({"sequence_length": "long"}, "`sequence_length` must be a whole number, got 'long'"),
+        ({"sequence_length": True}, "`sequence_length` must be a whole number, got True"),
+        ({"sequence_length": 16.5}, "`sequence_length` must be a whole number, got 16.5"),
+        (
+            {"model": MODEL | {"max_position_embeddings": 8}},
+            "must be 8 at most, the `model.max_position_embeddings`, got 16",
+        ),
+        ({"data": {"files": "texts", "evaluation_sequences": "4"}}, "`evaluation_sequences` must be a whole number"),
+        ({"data": {"files": "texts", "evaluation_sequences": 4}}, "need each other; only one is set"),
+        ({"data": {"files": []}}, r"`data.files` must be a path, folder or pattern, or a list of them, got \[\]"),
+        ({"training": {"per_device_train_batch_size": 0, "output_dir": "x"}}, r"`per_device_train_batch_size` 0 ×"),
+        ({"training": {"learning_rate": "fast", "output_dir": "x"}}, "`learning_rate` must be a number, got 'fast'"),
+        ({"training": SETTINGS["training"] | {"save_only_model": True}}, "`training.save_only_model` must be false"),
+        ({"training": {"output_dir": "texts/1.txt", "use_cpu": True}}, r"must be a folder, texts/1\.txt is a file"),
+        ("model: {}\nmodel: {}", "`model` is there twice"),
+        ({"recipe": ["scaling"]}, r"No recipe \['scaling'\]"),
+        ({"model": {"from": "llama"}}, "`model.from` must be a differential model, got llama, a llama"),
         ({"tokens_per_step": 100}, r"multiple of 64 \(`per_device_train_batch_size` 4 × `sequence_length` 16 × 1 pro"),
         ({"training": {"lr": 1}}, "`training`: there is no field `lr`"),
         ({"training": {"gradient_accumulation_steps": 2, "output_dir": "x"}}, "is computed: set `tokens_per_step`"),
@@ -272,6 +333,7 @@ def test_a_nan_stops_it_with_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_mistake_in_the_file_is_named_and_nothing_is_written(changes: Any, message: str) -> None:
+    LlamaConfig(**MODEL).save_pretrained("llama")
     text = changes if isinstance(changes, str) else yaml.safe_dump({**SETTINGS, **changes})
     Path("mistake.yaml").write_text(text.replace("output_dir: run", "output_dir: mistake"))
     with pytest.raises(ValueError, match=message):
@@ -294,6 +356,15 @@ def test_the_command_line_trains_and_names_mistakes_in_one_line(whole: Path) -> 
     )
     assert result.exit_code == 0
     assert Path("line-baseline/model.safetensors").is_file()
+    result = subprocess.run(
+        [sys.executable, "-m", "diffllama", "pretrain", str(write("line", lr=1))],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert result.stderr.strip().endswith("`training`: there is no field `lr`.")
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.slow
@@ -315,9 +386,28 @@ def test_two_processes_train_as_one_does(whole: Path) -> None:
     assert history(Path("two")) == pytest.approx(history(whole), rel=1e-5)
 
 
-def test_numbers_with_an_exponent_are_numbers() -> None:
-    """Not to PyYAML, and TrainingArguments takes their text."""
-    config = write("exponent", max_steps=1)
-    config.write_text(config.read_text().replace("learning_rate: 0.01", "learning_rate: 1e-2"))
-    assert "1e-2" in config.read_text()
-    assert torch.load(pretrain(config) / "training_args.bin", weights_only=False).learning_rate == 1e-2
+def test_numbers_and_no_are_what_people_mean(whole: Path) -> None:
+    """Not to PyYAML: it takes 1e-2 for a text and `no` for false."""
+    config = write("meant", max_steps=7, save_strategy="later")
+    text = (
+        config.read_text()
+        .replace("learning_rate: 0.01", "learning_rate: 1e-2")
+        .replace("max_steps: 7", "max_steps: 1e0")
+    )
+    config.write_text(text.replace("save_strategy: later", "save_strategy: no"))
+    arguments = torch.load(pretrain(config) / "training_args.bin", weights_only=False)
+    assert (arguments.learning_rate, arguments.max_steps, arguments.save_strategy) == (1e-2, 1, "no")
+
+
+def test_epochs_take_the_place_of_the_recipes_steps() -> None:
+    settings = SETTINGS | {"training": {k: v for k, v in SETTINGS["training"].items() if k != "max_steps"}}
+    read = read_settings(write("epochs", settings, num_train_epochs=2))
+    assert "max_steps" not in read["training"]
+    assert read_settings(write("epochs", settings))["training"]["max_steps"] == 40_000
+
+
+def test_a_world_without_a_launcher_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clusters set this variable for themselves."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    arguments = training_arguments(read_settings(write("world", use_cpu=False)), False)
+    assert (arguments.world_size, arguments.gradient_accumulation_steps) == (1, 2)

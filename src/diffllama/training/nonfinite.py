@@ -9,6 +9,11 @@ import torch
 from transformers import TrainerCallback, TrainingArguments
 
 
+def scales_losses(args: TrainingArguments) -> bool:
+    """Whether gradients are scaled, as fp16 needs it, of the Trainer's or of accelerate's making."""
+    return args.fp16 or getattr(args, "mixed_precision", None) == "fp16"
+
+
 class StopOnNonFiniteCallback(TrainerCallback):
     """Stops a training at the first step whose gradients are not finite, before they touch the weights.
 
@@ -28,7 +33,7 @@ class StopOnNonFiniteCallback(TrainerCallback):
         self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
         """Looks at the gradients."""
-        if args.fp16:
+        if scales_losses(args):
             return
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         largest = torch.nn.utils.get_total_norm(gradients, math.inf) if gradients else torch.zeros(())
@@ -45,7 +50,7 @@ class StopOnNonFiniteCallback(TrainerCallback):
         """Looks at what is logged."""
         for name in ("loss", "grad_norm"):
             value = (logs or {}).get(name, 0.0)
-            if not (math.isfinite(value) or (args.fp16 and name == "grad_norm")):
+            if not (math.isfinite(value) or (scales_losses(args) and name == "grad_norm")):
                 raise FloatingPointError(
                     f"Step {state.global_step}: `{name}` is {value}. The weights may be lost: resume from an earlier "
                     f"checkpoint in {args.output_dir}."

@@ -6,13 +6,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from glob import escape, glob
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Features, List, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from fsspec.implementations.local import LocalFileSystem
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import PreTrainedTokenizerBase
 
 from diffllama import __version__
@@ -23,27 +24,35 @@ FORMATS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".p
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
-BATCH = 64  # documents that are tokenised together
+BATCH = 1_000_000
+"""About so many characters are tokenised together."""
 
 
 def find_files(files: str | list[str]) -> list[Path]:
-    """The files that paths, folders (with everything in them that has a known suffix) and patterns name, in order.
+    """The files that paths, folders and patterns name, in order; in folders and patterns those of a known suffix.
+
+    Hidden ones are left out.
 
     Raises:
         ValueError: one of them names no file, or a file of no known suffix.
     """
+    names = [files] if isinstance(files, str) else files
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"`data.files` must be a path, folder or pattern, or a list of them, got {files!r}.")
     found: list[Path] = []
-    for name in [files] if isinstance(files, str) else files:
-        if Path(name).is_dir():
-            paths = [path for path in sorted(Path(name).rglob("*")) if path.is_file() and file_format(path)]
-        else:
-            paths = [Path(name)] if Path(name).exists() else [Path(path) for path in sorted(glob(name, recursive=True))]
+    for name in names:
+        path = Path(name).expanduser()
+        if path.is_file():
+            if not file_format(path):
+                raise ValueError(f"`data.files`: {name} must end in one of {', '.join(FORMATS)}, compressed or not.")
+            found.append(path)
+            continue
+        pattern = f"{escape(str(path))}/**" if path.is_dir() else str(path)
+        paths = [Path(match) for match in sorted(glob(pattern, recursive=True))]
+        paths = [path for path in paths if path.is_file() and file_format(path)]
         if not paths:
             raise ValueError(f"`data.files`: {name} names no file with text ({', '.join(FORMATS)}).")
         found += paths
-    unknown = [str(path) for path in found if not file_format(path)]
-    if unknown:
-        raise ValueError(f"`data.files`: {unknown[0]} must end in one of {', '.join(FORMATS)}, compressed or not.")
     return found
 
 
@@ -61,7 +70,10 @@ def read_documents(
     revision: str | None = None,
     column: str = "text",
 ) -> Iterator[str]:
-    """Documents, streamed: one after the other from disk or the Hub, never all in memory.
+    """Documents, streamed: one after the other from disk or the Hub.
+
+    A text file is one document and is tokenised whole, which takes about 150 times its size in memory: huge ones should
+    be rows of a `.jsonl`.
 
     Args:
         files: paths, folders or patterns, of text (`.txt`, `.md`: a file is a document), JSON lines, Parquet or CSV
@@ -77,14 +89,16 @@ def read_documents(
     if dataset is not None:
         yield from column_of(load_dataset(dataset, name, split=split, revision=revision, streaming=True), column)
         return
-    for path in find_files(files or []):
+    assert files is not None
+    for path in find_files(files):
         loader = file_format(path)
         try:
             if loader == "text":
-                with LocalFileSystem().open(path, "rt", encoding="utf-8", compression="infer") as file:
+                with LocalFileSystem().open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
                     yield file.read()
             else:
-                rows = load_dataset(loader, data_files=escape(str(path)), split="train", streaming=True)
+                options = {"keep_default_na": False} if loader == "csv" else {}  # "NA" is a text
+                rows = load_dataset(loader, data_files=escape(str(path)), split="train", streaming=True, **options)
                 yield from column_of(rows, column)
         except Exception as error:  # whatever a decompressor or parser raises
             raise ValueError(f"`data.files`: cannot read {path}: {error}") from error
@@ -93,12 +107,28 @@ def read_documents(
 def column_of(rows: Iterable[dict[str, Any]], column: str) -> Iterator[str]:
     """The texts in one column, without those that are missing."""
     for row in rows:
-        text = row.get(column)
-        if isinstance(text, str):
-            yield text
-        elif text is not None or column not in row:
-            known = ", ".join(f"`{name}`" for name in row)
-            raise ValueError(f"`data.column` must name a column with text, got {column!r}; the columns are {known}.")
+        if column not in row:
+            columns = ", ".join(f"`{name}`" for name in row)
+            raise ValueError(f"`data.column` must name a column with text, got {column!r}; the columns are {columns}.")
+        if not isinstance(row[column], str | None):
+            raise ValueError(f"`data.column`: {column!r} must be a column with text, it has {row[column]!r}.")
+        if row[column]:
+            yield row[column]
+
+
+def batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts, of about `BATCH` characters together or alone, without empty ones."""
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        if text:
+            batch.append(text)
+            characters += len(text)
+        if characters >= BATCH:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 def pack(
@@ -121,8 +151,7 @@ def pack(
     end = tokenizer.eos_token_id
     rest: list[int] = []
     written = 0
-    texts = (text for text in documents if text)
-    while batch := list(islice(texts, BATCH)):
+    for batch in batches(documents):
         for ids in tokenizer(batch, verbose=False)["input_ids"]:
             rest += ids if ids[-1:] == [end] else [*ids, end]
             whole = len(rest) // length * length
@@ -134,6 +163,36 @@ def pack(
             del rest[:whole]
     if not written:
         raise ValueError(f"`data`: the text must fill at least one sequence of {length} tokens, it has {len(rest)}.")
+
+
+def pin(source: dict[str, Any]) -> dict[str, Any]:
+    """What to read, with the commit of a repository of the Hub, as far as it can be asked."""
+    dataset = source.get("dataset")
+    if not dataset or Path(dataset).exists():
+        return source
+    try:
+        return source | {"revision": HfApi().dataset_info(dataset, revision=source.get("revision")).sha}
+    except (OSError, HfHubHTTPError):  # offline: what `datasets` has of it
+        return source
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase, length: int, max_tokens: int | None = None, **source: Any) -> str:
+    """32 hexadecimal digits that differ where `packed` gives other sequences. The arguments are those of `packed`."""
+    files: list[Path] = find_files(source["files"]) if source.get("files") is not None else []
+    if source.get("dataset") and Path(source["dataset"]).exists():
+        files = [path for path in sorted(Path(source["dataset"]).rglob("*")) if path.is_file()]
+    known = {
+        "by": __version__,
+        "source": pin(source),
+        "files": [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files],
+        "tokenizer": [tokenizer.backend_tokenizer.to_str()]
+        if tokenizer.is_fast
+        else [repr(tokenizer), tokenizer.get_vocab()],
+        "special": [tokenizer.eos_token_id, getattr(tokenizer, "split_special_tokens", None)],
+        "length": length,
+        "max_tokens": max_tokens,
+    }
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def packed(
@@ -165,23 +224,12 @@ def packed(
         raise ValueError(f"The tokenizer {tokenizer.name_or_path} needs an `eos_token`, which ends documents.")
     if max_tokens is not None and max_tokens < length:
         raise ValueError(f"`data.max_tokens` must be a sequence of {length} at least, got {max_tokens}.")
-    files = [str(path.absolute()) for path in find_files(source["files"])] if source.get("files") else []
-    known: Any = {
-        "by": __version__,
-        "source": source,
-        "files": [(path, Path(path).stat().st_size, Path(path).stat().st_mtime_ns) for path in files],
-        "tokenizer": tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(tokenizer),
-        "end": tokenizer.eos_token_id,
-        "length": length,
-        "max_tokens": max_tokens,
-    }
     try:
-        rows = Dataset.from_generator(
-            lambda: pack(read_documents(**source), tokenizer, length, max_tokens),
+        return Dataset.from_generator(
+            lambda: pack(read_documents(**pin(source)), tokenizer, length, max_tokens),
             features=Features({"input_ids": List(Value("int32"), length)}),
             cache_dir=cache_dir,
-            fingerprint=hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32],
+            fingerprint=fingerprint(tokenizer, length, max_tokens, **source),
         )
     except DatasetGenerationError as error:
         raise error.__cause__ or error from None
-    return rows

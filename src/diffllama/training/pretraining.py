@@ -4,8 +4,10 @@
 
 import dataclasses
 import difflib
+import json
 import os
 from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,15 @@ from diffllama.configuration import YamlLoader, baseline, preset, recipe
 from diffllama.hub_cards.texts import read_json, write_json
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 from diffllama.training.nonfinite import StopOnNonFiniteCallback
-from diffllama.training.packing import packed
+from diffllama.training.packing import fingerprint, packed
 from diffllama.training.stats import DifferentialStatsCallback
 
 
 RECORD = "pretraining.json"
-"""File in the output folder with what must not change when a training goes on."""
+"""File in the output folder with digests of what must not change when a training goes on. They tell nothing else."""
+
+OTHERS = ("checkpoint-*", "config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json", "*.bin")
+"""What another model or training leaves in a folder."""
 
 PROBE_TOKENS = 256
 """So many tokens of the text are measured on, how far the two maps are apart."""
@@ -71,21 +76,39 @@ def read_settings(path: Path) -> dict[str, Any]:
         sections = ("model", "data", "training")
         if name in sections and not isinstance(value, dict):
             raise ValueError(f"{path}: `{name}` must be a section with fields, got {value!r}.")
+        if name == "training" and "num_train_epochs" in value:
+            settings.get("training", {}).pop("max_steps", None)  # the recipe's would win
         settings[name] = {**settings.get(name, {}), **value} if name in sections else value
     for name in SECTIONS[1:]:
         if name not in settings:
             raise ValueError(f"{path}: `{name}` is missing" + "; a `recipe` has one." * (name.endswith(("step", "th"))))
-    numbers = {name: settings[name] for name in ("sequence_length", "tokens_per_step")}
-    numbers |= {f"data.{name}": settings["data"].get(name, 2) for name in ("max_tokens", "evaluation_sequences")}
-    numbers["training.per_device_train_batch_size"] = settings["training"].get("per_device_train_batch_size", 8)
-    for name, value in numbers.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{path}: `{name}` must be a whole number above 0, got {value!r}.")
     fields = {field.name for field in dataclasses.fields(DiffLlamaConfig)}
     check_names(settings["model"], fields.union(MODEL_SOURCES), f"{path}: `model`")
     check_names(settings["data"], DATA, f"{path}: `data`")
-    check_names(settings["training"], {f.name for f in dataclasses.fields(TrainingArguments)}, f"{path}: `training`")
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    check_names(settings["training"], defaults, f"{path}: `training`")
+    check_numbers(settings, {"sequence_length": 2, "tokens_per_step": 2}, str(path))
+    check_numbers(settings["data"], {"max_tokens": 1, "evaluation_sequences": 0}, f"{path}: `data`")
+    check_numbers(settings["training"], defaults, f"{path}: `training`")
     return settings
+
+
+def check_numbers(values: dict[str, Any], known: Mapping[str, Any], where: str) -> None:
+    """Makes whole numbers of 2.0 and 1e3 where whole ones are known, and refuses what is no number.
+
+    Args:
+        values: is changed.
+        known: name -> a number of the kind that it must be; others are passed over.
+        where: to tell where an error is.
+    """
+    for name, default in known.items():
+        if name not in values or isinstance(default, bool) or not isinstance(default, (int, float)):
+            continue
+        value = values[name]
+        whole = isinstance(default, int)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or (whole and value != int(value)):
+            raise ValueError(f"{where}: `{name}` must be a {'whole ' * whole}number, got {value!r}.")
+        values[name] = int(value) if whole else value
 
 
 def accumulation(settings: Mapping[str, Any], processes: int) -> int:
@@ -94,9 +117,9 @@ def accumulation(settings: Mapping[str, Any], processes: int) -> int:
     Raises:
         ValueError: they do not divide it.
     """
-    batch = settings["training"].get("per_device_train_batch_size", 8)
+    batch = settings["training"].get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size)
     tokens = batch * settings["sequence_length"] * processes
-    if settings["tokens_per_step"] % tokens:
+    if tokens < 1 or settings["tokens_per_step"] % tokens:
         raise ValueError(
             f"`tokens_per_step` must be a multiple of {tokens:,} (`per_device_train_batch_size` {batch} × "
             f"`sequence_length` {settings['sequence_length']} × {processes} processes), got "
@@ -109,42 +132,63 @@ def training_arguments(settings: Mapping[str, Any], of_baseline: bool) -> Traini
     """The Trainer's arguments.
 
     Raises:
-        ValueError: something that is computed here is set, or several GPUs are at hand but one process.
+        ValueError: something that is computed here is set, checkpoints could not be gone on from, evaluation is asked
+            for without text or the other way round, or a process would have several GPUs.
     """
     given = dict(settings["training"])
     if "gradient_accumulation_steps" in given:
         raise ValueError("`training.gradient_accumulation_steps` is computed: set `tokens_per_step`.")
     if not isinstance(given.get("output_dir"), str):
         raise ValueError(f"`training.output_dir` must be a folder, got {given.get('output_dir')!r}.")
-    given["output_dir"] += "-baseline" * of_baseline
-    processes = int(os.environ.get("WORLD_SIZE", 1))
+    given["output_dir"] = str(Path(given["output_dir"]))  # without a slash at the end
+    if of_baseline:
+        given |= {
+            name: f"{given[name]}-baseline" for name in ("output_dir", "hub_model_id", "run_name") if name in given
+        }
+    processes = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1  # as accelerate sees it
     arguments = TrainingArguments(**given, gradient_accumulation_steps=accumulation(settings, processes))
     if arguments.n_gpu > 1:
         raise ValueError(f"{arguments.n_gpu} GPUs need a process each: accelerate launch -m diffllama pretrain …")
+    if arguments.save_only_model:
+        raise ValueError("`training.save_only_model` must be false: from such checkpoints no training can go on.")
+    if arguments.load_best_model_at_end and arguments.save_total_limit == 1:
+        raise ValueError("`training.save_total_limit` must be 2 at least, for the best checkpoint and the last, got 1.")
+    if bool(settings["data"].get("evaluation_sequences")) != (arguments.eval_strategy != "no"):
+        raise ValueError("`data.evaluation_sequences` and `training.eval_strategy` need each other; only one is set.")
     return arguments
 
 
-def build_model(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, of_baseline: bool) -> PreTrainedModel:
+def build_model(
+    fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, length: int, of_baseline: bool
+) -> PreTrainedModel:
     """The model to train, in float32: a new one, or one to go on with.
 
     Args:
         fields: of `DiffLlamaConfig`; with `preset`, those that differ from it, with `from`, from the model there.
         tokenizer: has the ids of special tokens, and by default says how many there are.
+        length: of sequences, in tokens.
         of_baseline: make the matched Transformer, or load it from `baseline_from`.
 
     Raises:
-        ValueError: the sources of the model contradict each other, or the tokenizer has more tokens than the model.
+        ValueError: the sources of the model contradict each other or are no differential model, or the tokenizer has
+            more tokens, or sequences more positions, than the model.
     """
     own = {name: value for name, value in fields.items() if name not in MODEL_SOURCES}
     if "preset" in fields and "from" in fields:
         raise ValueError("`model` can have `preset` or `from`, not both.")
     options = {"attn_implementation": fields.get("attn_implementation", "sdpa"), "dtype": torch.float32}
+    local = {"trust_remote_code": False}  # what `import diffllama` registers is enough
     if "from" in fields:
         if of_baseline and "baseline_from" not in fields:
             raise ValueError("`model.baseline_from` must name the Transformer to compare `model.from` with.")
         source = fields["baseline_from" if of_baseline else "from"]
-        config = AutoConfig.from_pretrained(source, **own)
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, **options)
+        config = AutoConfig.from_pretrained(source, **own, **local)
+        if not of_baseline and config.model_type != DiffLlamaConfig.model_type:
+            raise ValueError(
+                f"`model.from` must be a differential model, got {source}, a {config.model_type}; `diffllama convert` "
+                "makes one of a Llama."
+            )
+        model = AutoModelForCausalLM.from_pretrained(source, config=config, **options, **local)
     else:
         special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         if "preset" in fields:
@@ -157,6 +201,11 @@ def build_model(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, o
             f"`model.vocab_size` must be at least {len(tokenizer):,}, the tokens of {tokenizer.name_or_path}, got "
             f"{model.config.vocab_size:,}."
         )
+    if length > model.config.max_position_embeddings:
+        raise ValueError(
+            f"`sequence_length` must be {model.config.max_position_embeddings} at most, the "
+            f"`model.max_position_embeddings`, got {length}."
+        )
     return model
 
 
@@ -166,13 +215,13 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "labels": input_ids}
 
 
-def last_checkpoint(folder: Path) -> Path | None:
+def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint in a Trainer's output folder, or `None`: what `resume_from_checkpoint` should be.
 
     The Trainer writes its state last: a checkpoint without it was broken off, and resuming from there would fail.
     """
     complete = {}
-    for state in folder.glob("checkpoint-*/trainer_state.json"):
+    for state in Path(folder).glob("checkpoint-*/trainer_state.json"):
         try:
             complete[read_json(state)["global_step"]] = state.parent
         except (ValueError, KeyError, OSError):
@@ -180,24 +229,24 @@ def last_checkpoint(folder: Path) -> Path | None:
     return complete[max(complete)] if complete else None
 
 
-def check_folder(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Refuses to write over another model, and to go on with what was begun with other text or another model.
+def check_folder(folder: Path, record: Mapping[str, str]) -> None:
+    """Refuses to write over another model, and to go on with a training of other text or another model.
 
     Raises:
-        ValueError: with the file that is there, or the section that differs.
+        ValueError: with the file that is there, or what differs.
     """
-    record = folder / RECORD
-    if not record.is_file():
-        for name in ("config.json", "model.safetensors", "model.safetensors.index.json"):
-            if (folder / name).exists():
-                raise ValueError(f"{folder} has another model's {name}: set another `training.output_dir`.")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"`training.output_dir` must be a folder, {folder} is a file.")
+    if not (folder / RECORD).is_file():
+        for other in OTHERS:
+            if found := next(folder.glob(other), None):
+                raise ValueError(f"{found} is of another model or training: set another `training.output_dir`.")
         return
-    begun = read_json(record)
-    for name in SECTIONS[1:-1]:  # those in `training` may change
-        if begun.get(name) != settings[name]:
+    begun = read_json(folder / RECORD)
+    for name, value in record.items():
+        if begun.get(name) != value:
             raise ValueError(
-                f"{folder} was begun with `{name}` {begun.get(name)!r}, now it is {settings[name]!r}. Set another "
-                "`training.output_dir`, or set it back."
+                f"{folder} was begun with another {name}: set it back, or set another `training.output_dir`."
             )
 
 
@@ -205,7 +254,9 @@ def pretrain(path: str | Path, of_baseline: bool = False) -> Path:
     """Trains a language model from scratch, or goes on with one, on packed text.
 
     Started again with the same file it goes on from the last complete checkpoint, and ends at the same weights as if
-    it had not been interrupted. Every process of `torchrun` or `accelerate launch` calls it.
+    it had not been interrupted, where the kernels compute the same twice (on the CPU; on GPUs that takes
+    `full_determinism`). The last step of an epoch may see fewer tokens. Every process of `torchrun` or `accelerate
+    launch` calls it.
 
     Args:
         path: a YAML file with the sections
@@ -230,15 +281,25 @@ def pretrain(path: str | Path, of_baseline: bool = False) -> Path:
     settings = read_settings(Path(path))
     arguments = training_arguments(settings, of_baseline)
     folder = Path(arguments.output_dir)
-    check_folder(folder, settings)
-    tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"])
+    length = settings["sequence_length"]
+    tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"], trust_remote_code=False)
+    source = dict(settings["data"])
+    held_out = source.pop("evaluation_sequences", 0)
+    cache_dir = source.pop("cache_dir", None)
+    unchanged = {
+        "`model`": settings["model"],
+        "`tokens_per_step`": settings["tokens_per_step"],
+        "`data.evaluation_sequences`": held_out,
+        "`training.seed`": arguments.seed,
+        "text, tokenizer or `sequence_length`": fingerprint(tokenizer, length, **source),
+    }
+    record = {name: sha256(json.dumps(value).encode()).hexdigest()[:16] for name, value in unchanged.items()}
+    check_folder(folder, record)
     set_seed(arguments.seed)
-    model = build_model(settings["model"], tokenizer, of_baseline)
+    model = build_model(settings["model"], tokenizer, length, of_baseline)
 
-    data = dict(settings["data"])
-    held_out = data.pop("evaluation_sequences", 0)
     with arguments.main_process_first(desc="tokenising"):
-        rows = packed(tokenizer, settings["sequence_length"], **data)
+        rows = packed(tokenizer, length, cache_dir=cache_dir, **source)
     if len(rows) <= held_out:
         raise ValueError(f"`data.evaluation_sequences` must leave some to train on: {held_out} of {len(rows)}.")
 
@@ -256,7 +317,7 @@ def pretrain(path: str | Path, of_baseline: bool = False) -> Path:
         trainer.add_callback(DifferentialStatsCallback(trainer, probe))
     if arguments.should_save:
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / f"{RECORD}.part", settings)
+        write_json(folder / f"{RECORD}.part", record)
         os.replace(folder / f"{RECORD}.part", folder / RECORD)
     checkpoint = last_checkpoint(folder)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
