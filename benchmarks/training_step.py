@@ -4,41 +4,40 @@
 
 Usage: python -m benchmarks.training_step [--tokens 512] [--width 768] [--layers 6] [--rounds 7] [--json FILE]
 
-A step is forward, backward, AdamW (fused, as the Trainer's) and `zero_grad`, of two sequences. Each model lives in a
-process of its own; one steps at a time, in turn, in one run. The cases are float32 and, on a GPU, autocast to
-bfloat16, each with and without gradient checkpointing. `benchmarks.compared.build` says what the models have in common.
+A step is forward, backward, AdamW (fused, as the Trainer's) and `zero_grad`, of two sequences. The cases are float32
+and, on a GPU, autocast to bfloat16, each with and without gradient checkpointing. `benchmarks.compared.build` says what
+the models have in common.
 
-Times are medians over rounds (on a GPU, of the best of ten steps in each). An uncounted round comes first, which
-measures memory:
+Times are medians over rounds, in which models take turns (on a GPU, of the best of ten steps in each). Before the
+first, memory is measured:
 
     weights, optimizer    the sizes of these tensors
-    step                  the most that a step needs besides them: gradients, activations, what kernels work with
-                          (on a GPU what torch has allocated; on the CPU what of the process is in memory, Linux only)
+    step                  the most that torch has allocated at a time for a step besides: gradients, activations ...
     peak                  the sum
+
+These are exact and the same in every run. What a process has in memory is more: libraries, what their kernels work
+with, and what malloc, or torch's allocator on a GPU, keeps for later.
 
 Before, each model's loss and gradients are compared with eager attention's, and a step must change every weight.
 """
 
-import ctypes
 import gc
 import json
+import os
 import statistics
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
-from functools import cache, partial
-from multiprocessing import get_context
-from pathlib import Path
+from functools import partial
+from itertools import accumulate
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch.optim import AdamW, Optimizer
+from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from benchmarks.compared import DEVICE, NAMES, build, machine, parser, seconds, tokens
-from benchmarks.conversion import peak_mb
 
 
 CASES = {
@@ -53,13 +52,6 @@ MEASURED = {"milliseconds": "ms", "step_mb": "step, MB", "peak_mb": "peak, MB"}
 
 Step = Callable[[], object]
 Row = dict[str, float]
-
-
-@cache
-def made(name: str, width: int, layers: int) -> tuple[PreTrainedModel, Optimizer]:
-    """A model and its optimizer, the same ones at every call in a process."""
-    model = build(name, width, layers).train()
-    return model, AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
 def backward(model: PreTrainedModel, case: str, input_ids: torch.Tensor) -> torch.Tensor:
@@ -114,61 +106,44 @@ def milliseconds(step: Step) -> float:
 
 
 def step_mb(step: Step) -> float:
-    """The most memory that a step needs besides what there is before."""
+    """The most that torch has allocated at a time during a step, besides what it had before."""
     gc.collect()
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         step()
         return (torch.cuda.max_memory_allocated() - before) / 1e6
-    ctypes.CDLL(None).malloc_trim(0)  # gives back what was freed
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is from here on
-    before = peak_mb()
-    step()
-    return peak_mb() - before
-
-
-def prepare(name: str, width: int, layers: int) -> Row:
-    """Makes and checks a model in this process. Returns the sizes of its weights and of its optimizer's state."""
-    warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)  # newer transformers renamed them
-    model, optimizer = made(name, width, layers)
-    check(model, optimizer)
-    states = [tensor for state in optimizer.state.values() for tensor in state.values()]
-    kept = {"weights_mb": list(model.parameters()), "optimizer_mb": states}
-    return {what: sum(tensor.nbytes for tensor in tensors) / 1e6 for what, tensors in kept.items()}
-
-
-def measure(how: Callable[[Step], float], name: str, width: int, layers: int, case: str, length: int) -> float:
-    """Measures a step of a model that was prepared in this process."""
-    return how(partial(train, *made(name, width, layers), case, tokens(SEQUENCES, length)))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(accumulate((event.nbytes() for event in events), initial=0)) / 1e6
 
 
 def run(width: int, layers: int, length: int, rounds: int) -> tuple[dict[str, Row], dict[str, dict[str, Row]]]:
     """Checks and measures all models, in all cases. See the module's docstring."""
-    with ExitStack() as stack:
-        spawn = get_context("spawn")
-        processes = {name: stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for name in NAMES}
-
-        def each(how: Callable[[Step], float], case: str) -> Row:
-            return {
-                name: process.submit(measure, how, name, width, layers, case, length).result()
-                for name, process in processes.items()
-            }
-
-        prepared = {name: process.submit(prepare, name, width, layers) for name, process in processes.items()}
-        models = {name: future.result() for name, future in prepared.items()}
-        results: dict[str, dict[str, Row]] = {}
-        for case in CASES:
-            memory = each(step_mb, case)
-            times = [each(milliseconds, case) for _ in range(rounds)]
-            rows: dict[str, Row] = {}
-            for name in NAMES:
-                own = [time[name] for time in times]
-                rows[name] = {"milliseconds": statistics.median(own), "spread": max(own) - min(own)}
-                rows[name] |= {"step_mb": memory[name], "peak_mb": sum(models[name].values()) + memory[name]}
-            for row in rows.values():
-                row |= {f"{key}_ratio": row[key] / rows["llama"][key] for key in MEASURED}
-            results[case] = rows
+    input_ids, trained, models = tokens(SEQUENCES, length), {}, {}
+    for name in NAMES:
+        model = build(name, width, layers).train()
+        optimizer = AdamW(model.parameters(), lr=1e-4, fused=True)
+        check(model, optimizer)
+        states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+        kept = {"weights_mb": list(model.parameters()), "optimizer_mb": states}
+        models[name] = {what: sum(tensor.nbytes for tensor in tensors) / 1e6 for what, tensors in kept.items()}
+        trained[name] = (model, optimizer)
+    results: dict[str, dict[str, Row]] = {}
+    for case in CASES:
+        steps = {name: partial(train, *pair, case, input_ids) for name, pair in trained.items()}
+        memory = {name: step_mb(step) for name, step in steps.items()}
+        times = [{name: milliseconds(step) for name, step in steps.items()} for _ in range(rounds)]
+        rows: dict[str, Row] = {}
+        for name in NAMES:
+            own = [time[name] for time in times]
+            rows[name] = {"milliseconds": statistics.median(own), "spread": max(own) - min(own)}
+            rows[name] |= {"step_mb": memory[name], "peak_mb": sum(models[name].values()) + memory[name]}
+        for row in rows.values():
+            row |= {f"{key}_ratio": row[key] / rows["llama"][key] for key in MEASURED}
+        results[case] = rows
     return models, results
 
 
@@ -177,6 +152,8 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--tokens", type=int, default=512, help=f"tokens of each of the {SEQUENCES} sequences")
     arguments = options.parse_args()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler tells when it starts and stops
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)  # newer transformers renamed them
     models, results = run(arguments.width, arguments.layers, arguments.tokens, arguments.rounds)
     table = Table("case", *NAMES, title="milliseconds, median (spread), and megabytes; ratio to llama")
     for key in ("weights_mb", "optimizer_mb"):

@@ -212,7 +212,9 @@ def build_model(
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     """A batch of packed sequences [b, n], each token to be predicted from those before it."""
     input_ids = torch.tensor([row["input_ids"] for row in rows])
-    return {"input_ids": input_ids, "labels": input_ids}
+    labels = input_ids.clone()
+    labels[:, 0] = -100  # which nothing predicts, and older Trainers count
+    return {"input_ids": input_ids, "labels": labels}
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
