@@ -15,7 +15,7 @@ override PROMPT := $(value PROMPT)# as it was typed: a dollar sign is no variabl
 export PROMPT
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help demo test test-oldest test-versions test-gpu lint types wheel check-wheel bench figure clean
+.PHONY: help demo test test-oldest test-versions test-gpu lint types wheel check-wheel bench figure heal clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list.
@@ -89,6 +89,9 @@ bench: $(VENV)/.dev ## Time whole models and their training beside their peers, 
 
 figure: $(VENV)/.dev ## Draw the README's figure from the demo model.
 	$(RUN) examples/draw_maps.py
+
+heal: $(VENV)/.dev ## Train the demo model further beside its Llama, on the text in texts/, and draw both.
+	$(RUN) examples/heal.py
 
 clean: ## Remove environments and what was built.
 	rm -rf $(VENV) $(OLDEST) $(MIDDLE) .venv-wheel build dist demo
