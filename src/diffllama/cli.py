@@ -286,7 +286,7 @@ def pretrain(
     try:
         from diffllama.training.pretraining import pretrain as run  # takes seconds to import
     except ModuleNotFoundError as error:
-        raise ValueError(f"there is no {error.name}: pip install 'diffllama[train]'") from error
+        raise ModuleNotFoundError(f"{error}. pip install 'diffllama[train]' (from a clone '.[train]')") from error
 
     folder = run(config, of_baseline=of_baseline)
     if int(os.environ.get("RANK", 0)) == 0:

@@ -367,6 +367,14 @@ def test_the_command_line_trains_and_names_mistakes_in_one_line(whole: Path) -> 
     assert "Traceback" not in result.stderr
 
 
+def test_what_is_missing_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("diffllama.training.pretraining", "diffllama.training.packing"):
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ModuleNotFoundError, match=r"datasets.*\. pip install 'diffllama\[train\]'"):
+        CliRunner().invoke(app, ["pretrain", "x.yaml"], catch_exceptions=False)
+
+
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(whole: Path) -> None:
     """The file is the same: they share the tokens of a step."""
