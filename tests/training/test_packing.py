@@ -173,6 +173,8 @@ def test_a_dataset_of_the_hub_is_read_at_one_commit(monkeypatch: pytest.MonkeyPa
     first = fingerprint(TOKENIZER, 4, dataset="user/data", revision="main")
     assert asked == [(("user/data",), {"revision": "main"})]
     assert packing.pin({"dataset": "user/data"}) == {"dataset": "user/data", "revision": "1" * 40}
+    assert packing.pin({"dataset": "user/data", "revision": "1" * 40})["revision"] == "1" * 40
+    assert len(asked) == 2  # what is a commit is not asked for
     Info.sha = "2" * 40  # the branch moves
     assert fingerprint(TOKENIZER, 4, dataset="user/data", revision="main") != first
 

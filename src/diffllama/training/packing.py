@@ -14,6 +14,7 @@ from datasets.exceptions import DatasetGenerationError
 from fsspec.implementations.local import LocalFileSystem
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.file_download import REGEX_COMMIT_HASH
 from transformers import PreTrainedTokenizerBase
 
 from diffllama import __version__
@@ -166,12 +167,12 @@ def pack(
 
 
 def pin(source: dict[str, Any]) -> dict[str, Any]:
-    """What to read, with the commit of a repository of the Hub, as far as it can be asked."""
-    dataset = source.get("dataset")
-    if not dataset or Path(dataset).exists():
+    """What to read, with the commit of a repository of the Hub, as far as it can be asked. A commit stays as it is."""
+    dataset, revision = source.get("dataset"), source.get("revision")
+    if not dataset or Path(dataset).exists() or REGEX_COMMIT_HASH.fullmatch(revision or ""):
         return source
     try:
-        return source | {"revision": HfApi().dataset_info(dataset, revision=source.get("revision")).sha}
+        return source | {"revision": HfApi().dataset_info(dataset, revision=revision).sha}
     except (OSError, HfHubHTTPError):  # offline: what `datasets` has of it
         return source
 
@@ -224,9 +225,10 @@ def packed(
         raise ValueError(f"The tokenizer {tokenizer.name_or_path} needs an `eos_token`, which ends documents.")
     if max_tokens is not None and max_tokens < length:
         raise ValueError(f"`data.max_tokens` must be a sequence of {length} at least, got {max_tokens}.")
+    source = pin(source)  # the commit that is read is the one that is known by its fingerprint
     try:
         return Dataset.from_generator(
-            lambda: pack(read_documents(**pin(source)), tokenizer, length, max_tokens),
+            lambda: pack(read_documents(**source), tokenizer, length, max_tokens),
             features=Features({"input_ids": List(Value("int32"), length)}),
             cache_dir=cache_dir,
             fingerprint=fingerprint(tokenizer, length, max_tokens, **source),
