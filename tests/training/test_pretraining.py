@@ -167,6 +167,14 @@ def killed(config: Path, owner: type, method: str, step: int, half_written: bool
     pretrain(config)
 
 
+def kill(config: Path, owner: type, method: str, step: int, half_written: bool = False) -> None:
+    """Trains in a process that dies of SIGKILL where `killed` says."""
+    child = multiprocessing.get_context("fork").Process(target=killed, args=(config, owner, method, step, half_written))
+    child.start()
+    child.join(120)
+    assert child.exitcode == -signal.SIGKILL
+
+
 KILLS = {
     "before the first checkpoint": (Trainer, "training_step", 1, False),
     "between two batches of a step": (Trainer, "training_step", 4, False),
@@ -181,12 +189,8 @@ KILLS = {
 
 @pytest.mark.parametrize("name", KILLS)
 def test_a_run_that_is_killed_ends_at_the_same_weights(name: str, whole: Path) -> None:
-    owner, method, step, half_written = KILLS[name]
     config = write(name.replace(" ", "-"))
-    child = multiprocessing.get_context("fork").Process(target=killed, args=(config, owner, method, step, half_written))
-    child.start()
-    child.join(120)
-    assert child.exitcode == -signal.SIGKILL
+    kill(config, *KILLS[name])
     folder = pretrain(config)
     assert same_weights(folder, whole)
     assert history(folder) == history(whole)
@@ -208,12 +212,7 @@ def test_a_run_of_several_epochs_with_dropout_and_evaluation_ends_at_the_same_we
         Path("epochs-whole") if Path("epochs-whole").exists() else pretrain(write("epochs-whole", settings, **more))
     )
     config = write(f"epochs-{step}", settings, **more)
-    child = multiprocessing.get_context("fork").Process(
-        target=killed, args=(config, Trainer, "training_step", step, False)
-    )
-    child.start()
-    child.join(120)
-    assert child.exitcode == -signal.SIGKILL
+    kill(config, Trainer, "training_step", step)
     folder = pretrain(config)
     assert same_weights(folder, expected)
     assert history(folder) == history(expected)
@@ -311,6 +310,10 @@ def test_a_nan_stops_it_with_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({"sequence_length": "long"}, "`sequence_length` must be a whole number, got 'long'"),
         ({"sequence_length": True}, "`sequence_length` must be a whole number, got True"),
+        ({"sequence_length": 1}, "`sequence_length` must be 2 at least, got 1"),
+        ({"tokens_per_step": 0}, "`tokens_per_step` must be 2 at least, got 0"),
+        ({"tokens_per_step": float("inf")}, "`tokens_per_step` must be a whole number, got inf"),
+        ({"data": {"files": "texts", "evaluation_sequences": -4}}, "`evaluation_sequences` must be 0 at least, got -4"),
         ({"sequence_length": 16.5}, "`sequence_length` must be a whole number, got 16.5"),
         (
             {"model": MODEL | {"max_position_embeddings": 8}},
@@ -405,6 +408,11 @@ def test_numbers_and_no_are_what_people_mean(whole: Path) -> None:
     config.write_text(text.replace("save_strategy: later", "save_strategy: no"))
     arguments = torch.load(pretrain(config) / "training_args.bin", weights_only=False)
     assert (arguments.learning_rate, arguments.max_steps, arguments.save_strategy) == (1e-2, 1, "no")
+
+
+def test_steps_may_be_shares_of_the_training_as_trainers_take_them() -> None:
+    read = read_settings(write("shares", save_steps=0.25, logging_steps=0.5, warmup_steps=0.1))
+    assert [read["training"][name] for name in ("save_steps", "logging_steps", "warmup_steps")] == [0.25, 0.5, 0.1]
 
 
 def test_epochs_take_the_place_of_the_recipes_steps() -> None:

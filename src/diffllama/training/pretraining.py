@@ -28,7 +28,7 @@ from diffllama.configuration import YamlLoader, baseline, preset, recipe
 from diffllama.hub_cards.texts import read_json, write_json
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 from diffllama.training.nonfinite import StopOnNonFiniteCallback
-from diffllama.training.packing import fingerprint, packed
+from diffllama.training.packing import fingerprint, packed, pin
 from diffllama.training.stats import DifferentialStatsCallback
 
 
@@ -85,30 +85,36 @@ def read_settings(path: Path) -> dict[str, Any]:
     fields = {field.name for field in dataclasses.fields(DiffLlamaConfig)}
     check_names(settings["model"], fields.union(MODEL_SOURCES), f"{path}: `model`")
     check_names(settings["data"], DATA, f"{path}: `data`")
-    defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
-    check_names(settings["training"], defaults, f"{path}: `training`")
-    check_numbers(settings, {"sequence_length": 2, "tokens_per_step": 2}, str(path))
-    check_numbers(settings["data"], {"max_tokens": 1, "evaluation_sequences": 0}, f"{path}: `data`")
-    check_numbers(settings["training"], defaults, f"{path}: `training`")
+    kinds = {field.name: field.type for field in dataclasses.fields(TrainingArguments)}
+    check_names(settings["training"], kinds, f"{path}: `training`")
+    check_numbers(settings["training"], kinds, f"{path}: `training`")
+    for where, section, least in (
+        (str(path), settings, {"sequence_length": 2, "tokens_per_step": 2}),
+        (f"{path}: `data`", settings["data"], {"max_tokens": 1, "evaluation_sequences": 0}),
+    ):
+        check_numbers(section, dict.fromkeys(least, int), where)
+        for name, bound in least.items():
+            if section.get(name, bound) < bound:
+                raise ValueError(f"{where}: `{name}` must be {bound} at least, got {section[name]}.")
     return settings
 
 
-def check_numbers(values: dict[str, Any], known: Mapping[str, Any], where: str) -> None:
-    """Makes whole numbers of 2.0 and 1e3 where whole ones are known, and refuses what is no number.
+def check_numbers(values: dict[str, Any], kinds: Mapping[str, Any], where: str) -> None:
+    """Makes whole numbers of 2.0 and 1e3 where whole ones belong, and refuses what is no number.
 
     Args:
         values: is changed.
-        known: name -> a number of the kind that it must be; others are passed over.
+        kinds: name -> `int` or `float`; names of other types are passed over.
         where: to tell where an error is.
     """
-    for name, default in known.items():
-        if name not in values or isinstance(default, bool) or not isinstance(default, (int, float)):
+    for name, value in values.items():
+        kind = kinds.get(name)
+        if kind not in (int, float):
             continue
-        value = values[name]
-        whole = isinstance(default, int)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or (whole and value != int(value)):
-            raise ValueError(f"{where}: `{name}` must be a {'whole ' * whole}number, got {value!r}.")
-        values[name] = int(value) if whole else value
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or (kind is int and not float(value).is_integer()):
+            raise ValueError(f"{where}: `{name}` must be a {'whole ' * (kind is int)}number, got {value!r}.")
+        values[name] = int(value) if kind is int else value
 
 
 def accumulation(settings: Mapping[str, Any], processes: int) -> int:
@@ -285,7 +291,7 @@ def pretrain(path: str | Path, of_baseline: bool = False) -> Path:
     folder = Path(arguments.output_dir)
     length = settings["sequence_length"]
     tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"], trust_remote_code=False)
-    source = dict(settings["data"])
+    source = dict(pin(settings["data"]))
     held_out = source.pop("evaluation_sequences", 0)
     cache_dir = source.pop("cache_dir", None)
     unchanged = {
