@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel, Trainer, TrainerCallback
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
+from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention, eager_attention_forward
 
 
@@ -60,8 +61,10 @@ def measuring(model: torch.nn.Module) -> Iterator[None]:
     """Has the differential model in `model` compute with `measuring_attention`, in evaluation mode."""
     inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     model_type = getattr(getattr(inner, "config", None), "model_type", type(model).__name__)
-    if inner is None or model_type != "diff_llama":
-        raise ValueError(f"The model must be a differential Llama (`diff_llama`), got `{model_type}`.")
+    if inner is None or model_type != DiffLlamaConfig.model_type:
+        raise ValueError(
+            f"The model must be a differential Llama (`{DiffLlamaConfig.model_type}`), got `{model_type}`."
+        )
     implementation = inner.config._attn_implementation
     in_training = [module for module in model.modules() if module.training]
     model.eval()
