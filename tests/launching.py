@@ -11,6 +11,8 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 
 FILES = sorted(Path(str(resources.files("diffllama.configuration"))).glob("accelerate/*.yaml"))
 
+NO_DEEPSPEED = "deepspeed is in no extra: it compiles with gcc when it is first used, which takes half a minute"
+
 
 def launch_arguments(file: str | Path, *options: str) -> argparse.Namespace:
     """What `accelerate launch --config_file FILE OPTIONS` understands; FILE may be the name of one of ours."""

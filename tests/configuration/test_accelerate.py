@@ -11,7 +11,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
-from launching import FILES, environment, launch_arguments
+from launching import FILES, NO_DEEPSPEED, environment, launch_arguments
 from tiny import VARIANTS, tiny_config
 from transformers import AutoModelForCausalLM
 
@@ -112,7 +112,7 @@ def test_zero_has_its_stage(name: str, told: Tell) -> None:
     variables = environment(launch_arguments(name))
     assert variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == name[len("zero")]
     assert variables.get("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL") == ("true" if "3" in name else None)
-    pytest.importorskip("deepspeed")
+    pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
     from accelerate.utils import DeepSpeedPlugin
 
     told(name)

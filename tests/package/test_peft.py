@@ -161,7 +161,6 @@ def dequantized(model: PreTrainedModel, variant: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_in_4_bits_only_linear_layers_are_rounded(variant: str, tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
     base = tiny_model(variant, **DIVISIBLE)
     base.save_pretrained(tmp_path)
     model = quantized(tmp_path, **NF4)
@@ -179,7 +178,6 @@ def test_in_4_bits_only_linear_layers_are_rounded(variant: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_in_8_bits_the_logits_are_almost_the_models(variant: str, tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
     base = tiny_model(variant, initializer_range=0.1)
     base.save_pretrained(tmp_path)
     expected = logits(base)
@@ -189,7 +187,6 @@ def test_in_8_bits_the_logits_are_almost_the_models(variant: str, tmp_path: Path
 @pytest.mark.parametrize("bits", [NF4, {"load_in_8bit": True}], ids=["4 bits", "8 bits"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_adapter_learns_on_a_quantized_model_and_loads(variant: str, bits: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
     tiny_model(variant, **DIVISIBLE).save_pretrained(tmp_path / "base")
     model = prepare_model_for_kbit_training(quantized(tmp_path / "base", **bits))
     model = get_peft_model(model, LoraConfig(task_type=TASK))
@@ -210,7 +207,6 @@ def test_an_adapter_learns_on_a_quantized_model_and_loads(variant: str, bits: di
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_lambda_is_trained_in_full_beside_an_adapter_of_a_quantized_model(variant: str, tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
     tiny_model(variant, **DIVISIBLE).save_pretrained(tmp_path / "base")
     model = prepare_model_for_kbit_training(quantized(tmp_path / "base", **NF4))
     model = get_peft_model(model, LoraConfig(task_type=TASK, modules_to_save=["lambda_proj"]))

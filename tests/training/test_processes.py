@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import merge_fsdp_weights
-from launching import environment, launch_arguments
+from launching import NO_DEEPSPEED, environment, launch_arguments
 from safetensors.torch import load_file
 from tiny import VARIANTS, tiny_model, tokens
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -216,7 +216,7 @@ def inferred(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def facts(trained: Path, variant: str, name: str) -> dict[str, Any]:
     if "ZeRO" in name:
-        pytest.importorskip("deepspeed")
+        pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
     return json.loads((trained / variant / name / "facts.json").read_text())
 
 
@@ -278,7 +278,7 @@ def test_what_they_save_has_the_models_code(variant: str, name: str, trained: Pa
 @pytest.mark.parametrize("name", ["ZeRO-2", "ZeRO-3"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_deepspeed_puts_its_shards_together_to_the_same_weights(variant: str, name: str, trained: Path) -> None:
-    zero_to_fp32 = pytest.importorskip("deepspeed.utils.zero_to_fp32")
+    zero_to_fp32 = pytest.importorskip("deepspeed.utils.zero_to_fp32", reason=NO_DEEPSPEED)
     checkpoint = trained / variant / name / "checkpoint-20"
     assert len(list(checkpoint.glob("global_step20/*optim_states.pt"))) == 2
     together = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(checkpoint)

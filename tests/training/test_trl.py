@@ -10,15 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
 from tiny import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer, tokens
 from torch.nn import functional
 from transformers import BitsAndBytesConfig
-
-
-pytest.importorskip("trl")
-
-from datasets import Dataset
-from peft import LoraConfig, PeftModel
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -193,7 +189,6 @@ def test_the_vectors_of_lambda_are_trained_beside_the_lora_that_the_trainer_make
 
 
 def test_a_lora_and_lambda_are_learnt_on_a_model_in_4_bits(make: Make, tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
     variant = make(TEXTS).model.config.diff_variant
     tiny_model(variant, initializer_range=0.05, intermediate_size=128).save_pretrained(tmp_path / "base")
     bits = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["lambda_proj", "lm_head"])
