@@ -3,7 +3,6 @@
 """The command line. Each command is a thin front of a function of the package."""
 
 import json
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -284,12 +283,17 @@ def pretrain(
     Repeated, a training that broke off goes on. On several GPUs: accelerate launch -m diffllama pretrain CONFIG.yaml
     """
     try:
+        from accelerate import PartialState
+
         from diffllama.training.pretraining import pretrain as run  # takes seconds to import
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error}. pip install 'diffllama[train]' (from a clone '.[train]')") from error
 
     folder = run(config, of_baseline=of_baseline)
-    if int(os.environ.get("RANK", 0)) == 0:
+    processes = PartialState()
+    processes.wait_for_everyone()  # a process that leaves while another needs it dies of an abort, or kills the other
+    processes.destroy_process_group()
+    if processes.is_main_process:
         err.print(f"Wrote {folder}", markup=False)
 
 
