@@ -42,7 +42,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in ("configuration", "conversion", "hub_cards", "modeling_diff", "training"):
+    if name in ("configuration", "conversion", "evaluation", "hub_cards", "modeling_diff", "training"):
         return importlib.import_module(f"diffllama.{name}")
     raise AttributeError(f"module 'diffllama' has no attribute {name!r}")
 

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from diffllama import __version__
 from diffllama.choices import TARGETS, DType, Pairing, Source, Variant
+from diffllama.evaluation.commands import ProbeGroup
 
 
 if TYPE_CHECKING:
@@ -295,6 +296,27 @@ def pretrain(
     processes.destroy_process_group()
     if processes.is_main_process:
         err.print(f"Wrote {folder}", markup=False)
+
+
+@app.command("eval", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def evaluate(ctx: typer.Context) -> None:
+    """Run the LM Evaluation Harness (lm-eval), which then knows the model and the paper's tasks.
+
+    All arguments are lm-eval's.
+    """
+    try:
+        from diffllama.evaluation.harness import run  # takes seconds to import
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error}. pip install 'diffllama[eval]' (from a clone '.[eval]')") from error
+
+    run(ctx.args)
+
+
+app.add_typer(
+    typer.Typer(cls=ProbeGroup, no_args_is_help=True),
+    name="probe",
+    help="Measure what the paper measured: a table, a JSON file and a figure for each experiment.",
+)
 
 
 def main() -> None:

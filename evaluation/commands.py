@@ -1,0 +1,192 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`diffllama probe …`: one command for each probe, whose options are the fields of its class."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
+from typer.core import TyperGroup
+
+from diffllama.choices import DType
+from diffllama.evaluation.probes import PROBES
+
+
+OPTIONS: dict[str, tuple[Any, Any]] = {
+    "compare": (
+        Annotated[tuple[str, str] | None, typer.Option(metavar="A B", help="Measure two models on the same samples.")],
+        None,
+    ),
+    "dtype": (Annotated[DType, typer.Option(help="Of the computation; auto is the checkpoint's.")], "auto"),
+    "device": (Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; a GPU if there is one.")], None),
+    "revision": (Annotated[str | None, typer.Option(help="Branch, tag or commit of a repository.")], None),
+    "trust_remote_code": (
+        Annotated[bool, typer.Option("--trust-remote-code", help="Run code of the model's folder; ours needs none.")],
+        False,
+    ),
+}
+"""Options of the probes that load models -> their type and default."""
+
+
+def rounded(number: float) -> str:
+    """As tables show it."""
+    return f"{number:.4g}" if abs(number) < 1e3 else f"{number:,.0f}"
+
+
+def shown(value: dict[str, float]) -> str:
+    """A mean and, where there is one, its interval."""
+    text = rounded(value["mean"])
+    return f"{text} [{rounded(value['low'])}, {rounded(value['high'])}]" if "low" in value else text
+
+
+def tables(report: Any) -> Iterator[Table]:
+    """A report's rows: cells, then each model's metrics, then their difference. A table for each kind of cell."""
+    kinds: dict[tuple[str, ...], list[Any]] = {}
+    for row in report.rows:
+        kinds.setdefault(tuple(row["cell"]), []).append(row)
+    yield from (table(rows, report.names) for rows in kinds.values())
+
+
+def table(rows: list[Any], names: list[str]) -> Table:
+    """Rows whose cells have the same fields."""
+    cells = list(rows[0]["cell"])
+    metrics = list(dict.fromkeys(name for row in rows for name in row["models"][0]))
+    groups = list(names) if len(names) > 1 else [""]
+    groups += ["difference"] * any("difference" in row for row in rows)
+    headers = [f"{metric}\n{group}".strip() for metric in metrics for group in groups]
+    made = Table(*cells, Column("samples", justify="right"), *(Column(name, justify="right") for name in headers))
+    for row in rows:
+        numbers = [*row["models"], *([row["difference"]] if "difference" in row else [])]
+        values = [shown(one[metric]) if metric in one else "" for metric in metrics for one in numbers]
+        about = [rounded(value) if isinstance(value, float) else str(value) for value in row["cell"].values()]
+        made.add_row(*about, f"{row['samples']:,}", *values)
+    return made
+
+
+def short(names: list[str]) -> list[str]:
+    """The last parts of names, if they tell them apart."""
+    last = [Path(name).resolve().name for name in names]
+    return last if len(set(last)) == len(names) else names
+
+
+def command(name: str) -> Callable[..., None]:
+    """The function behind `diffllama probe NAME`, whose signature has the probe's fields."""
+    try:
+        from transformers.utils import logging
+
+        from diffllama.evaluation.models import ModelSource
+        from diffllama.evaluation.probes import probe_class
+        from diffllama.evaluation.runs import Candidate, run
+
+        kind = probe_class(name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error}. pip install 'diffllama[eval]' (from a clone '.[eval]')") from error
+
+    def measure(model: Any = None, **options: Any) -> None:
+        logging.disable_progress_bar()
+        err = Console(stderr=True, soft_wrap=True, highlight=False)
+        output, data, compare = options.pop("output"), options.pop("data", None), options.pop("compare", None)
+        loading = {option: options.pop(option) for option in OPTIONS if kind.loads_models and option in options}
+        probe = kind(**options)
+        if kind.loads_models:
+            if (model is None) == (compare is None):
+                raise typer.BadParameter("Name one model, or two with --compare A B.")
+            if compare and compare[0] == compare[1]:
+                raise typer.BadParameter(f"Name two models with --compare, not {compare[0]} twice.")
+            sources = [ModelSource(name=name, **loading) for name in compare or (model,)]
+            candidates = [
+                Candidate(name, source.facts(), source.load)
+                for name, source in zip(short([source.name for source in sources]), sources, strict=True)
+            ]
+        else:
+            candidates = probe.candidates()
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=err) as bar:
+            tasks: dict[str, Any] = {}
+
+            def progress(name: str, done: int, total: int) -> None:
+                if name not in tasks:
+                    tasks[name] = bar.add_task(name, total=total)
+                bar.update(tasks[name], completed=done, total=total)
+
+            report = run(probe, candidates, output=output, data=data, progress=progress)
+        if (report.record["data"] or {}).get("path", "").startswith("built-in"):
+            err.print("These are the built-in sample's numbers, which say little: name real data with --data.")
+        out = Console(highlight=False, markup=False)
+        if not out.is_terminal:
+            out.width = 1000  # a file has room, and wrapped cells are hard to read
+        for one in tables(report):
+            out.print(one)
+        err.print(f"Wrote {output}", markup=False)
+
+    parameters: dict[str, tuple[Any, Any]] = {}
+    if kind.loads_models:
+        parameters["model"] = (
+            Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder, or repository owner/name.")],
+            None,
+        )
+        parameters |= OPTIONS
+    if kind.takes_data:
+        parameters["data"] = (
+            Annotated[
+                Path | None,
+                typer.Option(
+                    envvar="DIFFLLAMA_DATA",
+                    help="File or folder with its data, or a folder of such folders; a built-in sample by default.",
+                ),
+            ],
+            None,
+        )
+    parameters["output"] = (
+        Annotated[Path, typer.Option(help="Folder for results.json, figure.png and the samples.")],
+        Path("probes") / name,
+    )
+    hints = get_type_hints(kind, include_extras=True)
+    for one in dataclasses.fields(kind):
+        default = one.default_factory() if one.default_factory is not dataclasses.MISSING else one.default
+        parameters[one.name] = (hints[one.name], default)
+    measure.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+            for name, (kind, default) in parameters.items()
+        ]
+    )
+    measure.__annotations__ = {name: kind for name, (kind, _) in parameters.items()}
+    measure.__doc__ = f"\n\nIn the paper: {kind.paper}."
+    return measure
+
+
+class ProbeGroup(TyperGroup):
+    """Commands that are made when they are run or asked for help: their modules take seconds to import."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All probes."""
+        return list(PROBES)
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        """What the list of commands shows of a probe; `None` if there is no such probe."""
+        return as_command(name, lambda: None) if name in PROBES else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that `args` name, and its own arguments."""
+        if args and args[0] in PROBES:
+            return args[0], as_command(args[0], command(args[0])), args[1:]
+        return super().resolve_command(ctx, args)
+
+
+def as_command(name: str, function: Callable[..., None]) -> Any:
+    """A function as the command of a probe."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(name, help=f"{PROBES[name][1]}{function.__doc__ or ''}")(function)
+    return typer.main.get_command(app)

@@ -1,0 +1,135 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Data of the probes: files as their publishers ship them, and a small built-in sample of each."""
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from diffllama.evaluation.models import digest
+
+
+SAMPLES = Path(__file__).parent / "samples"
+"""Made up for this package: enough to try a probe, too few to say anything of a model."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a probe's data are.
+
+    Args:
+        path: a file or folder.
+        built_in: whether it is this package's sample.
+    """
+
+    path: Path
+    built_in: bool
+
+    def facts(self) -> dict[str, Any]:
+        """What identifies the data in a result."""
+        return {"path": f"built-in {self.path.name}" if self.built_in else str(self.path), "sha256": digest(self.path)}
+
+    def file(self, *names: str) -> Path:
+        """The data's one file, or the first of these that the folder has.
+
+        Raises:
+            FileNotFoundError: it has none of them.
+        """
+        if self.path.is_file():
+            return self.path
+        for name in names:
+            if (self.path / name).is_file():
+                return self.path / name
+        raise FileNotFoundError(f"{self.path} has no {' or '.join(names)}. Name the file or its folder with --data.")
+
+
+def find(name: str, data: Path | None) -> Source:
+    """The data called `name`: `data`, or `data/name` if there is such a folder, or the built-in sample.
+
+    Raises:
+        FileNotFoundError: `data` does not exist, or there is neither `data` nor a sample.
+    """
+    if data is None:
+        if not (SAMPLES / name).exists():
+            raise FileNotFoundError(f"There is no built-in sample of {name}. Name its file or folder with --data.")
+        return Source(SAMPLES / name, built_in=True)
+    data = data.expanduser()
+    if not data.exists():
+        raise FileNotFoundError(f"{data} does not exist. Name a file or folder with {name} with --data.")
+    return Source(data / name if (data / name).is_dir() else data, built_in=False)
+
+
+def read_text(file: Path, encoding: str = "utf-8") -> str:
+    """A file's text, decompressed if its name ends like that.
+
+    Raises:
+        ValueError: it is not text, or was cut off.
+    """
+    try:
+        with fsspec.open(str(file), "rt", encoding=encoding, compression="infer") as stream:
+            return stream.read()
+    except (EOFError, UnicodeDecodeError, OSError) as error:
+        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+            raise
+        raise ValueError(f"{file} cannot be read as text: {error}") from error
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON file, a list of them or one on each line, or the rows of a .csv file under its first.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    text = read_text(file, "utf-8-sig").strip()
+    if ".csv" in file.suffixes:
+        try:
+            rows = list(csv.DictReader(io.StringIO(text)))
+        except csv.Error as error:
+            raise ValueError(f"{file} is not CSV: {error}") from error
+        if not rows or any(None in row or None in row.values() for row in rows):
+            raise ValueError(f"{file} must have rows with as many fields as its first, which names the columns.")
+        return rows
+    try:
+        rows = json.loads(text) if text.startswith("[") else [json.loads(one) for one in text.split("\n") if one]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON, nor JSON on each line: {error}") from error
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{file} must have JSON objects, one on each line or in a list.")
+    return rows
+
+
+def field(row: dict[str, Any], name: str | Sequence[str], file: Path) -> Any:
+    """`row[name]`, or that of the first of several names; a `ValueError` that names the file if there is none."""
+    names = [name] if isinstance(name, str) else name
+    for one in names:
+        if one in row:
+            return row[one]
+    raise ValueError(f"{file} has a row without {' or '.join(f'`{one}`' for one in names)}: it has {', '.join(row)}.")
+
+
+def texts(source: Source) -> dict[str, str]:
+    """Long texts by name: of a folder's .txt files, compressed or not, or `text` of each row of a .jsonl file.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found = dict(_texts(source.path))
+    if not found:
+        raise ValueError(f"{source.path} has no text: no .txt file, compressed or not, and no .jsonl with `text`.")
+    return found
+
+
+def _texts(path: Path) -> Iterator[tuple[str, str]]:
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    for file in files:
+        if ".jsonl" in file.suffixes:
+            for number, row in enumerate(read_rows(file)):
+                yield f"{file.name}:{number}", field(row, "text", file)
+        elif ".txt" in file.suffixes:
+            yield file.name, read_text(file)

@@ -1,0 +1,94 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How figures look: colours that colour-blind readers tell apart, one style for lines, heat maps and their labels."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito's palette, in an order that keeps neighbours apart in print too."""
+
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+def panels(figure: Figure, count: int, width: float = 5.2, height: float = 3.8, rows: int = 1) -> list[Axes]:
+    """So many axes in a figure, in `rows` rows, which gets the size that they need, in inches."""
+    columns = -(-count // rows)
+    figure.set_size_inches(width * columns, height * rows)
+    figure.set_layout_engine("constrained")
+    return [figure.add_subplot(rows, columns, number + 1) for number in range(count)]
+
+
+def line(axes: Axes, x: Sequence[float], points: Sequence[dict[str, float]], index: int, label: str) -> None:
+    """Means over x with their intervals as a band; `points` have `mean`, and `low` and `high` where there are some."""
+    axes.plot(x, [point["mean"] for point in points], color=COLOURS[index % 7], marker=MARKERS[index % 7], label=label)
+    if all("low" in point for point in points):
+        low, high = ([point[side] for point in points] for side in ("low", "high"))
+        axes.fill_between(x, low, high, color=COLOURS[index % 7], alpha=0.15, linewidth=0)
+
+
+def bars(axes: Axes, points: Sequence[dict[str, float]], index: int, count: int, label: str) -> None:
+    """Means as one model's bars, beside those of `count` in all, at places 0, 1, …; an empty point leaves a gap.
+
+    Intervals are thin lines where there are some.
+    """
+    width = 0.8 / count
+    x = [place + (index - (count - 1) / 2) * width for place in range(len(points))]
+    axes.set_axisbelow(True)
+    axes.bar(x, [point.get("mean", np.nan) for point in points], width, color=COLOURS[index % 7], label=label)
+    for at, point in zip(x, points, strict=True):
+        if "low" in point:
+            axes.plot([at, at], [point["low"], point["high"]], color="black", linewidth=1)
+
+
+def finish(axes: Axes, xlabel: str, ylabel: str, title: str = "") -> None:
+    """Labels, grid and, where something is labelled, a legend."""
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    if title:
+        axes.set_title(title, fontsize="medium")
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="small")
+
+
+def heat_map(
+    axes: Axes,
+    values: np.ndarray,
+    x: Sequence[str],
+    y: Sequence[str],
+    *,
+    signed: bool = False,
+    limits: tuple[float, float] | None = None,
+    show: Callable[[float], str] | None = None,
+) -> Any:
+    """Values [y, x] as a picture, with a colour bar's mappable as the result.
+
+    Args:
+        axes: where to draw.
+        values: NaN where there is none.
+        x: what each column is. y: what each row is.
+        signed: use a diverging map, symmetric about 0.
+        limits: of the colours; by default of the values.
+        show: how to write each value into its cell.
+    """
+    if limits is None:
+        top = float(np.nanmax(np.abs(values))) or 1.0
+        limits = (-top, top) if signed else (float(np.nanmin(values)), float(np.nanmax(values)))
+    picture = axes.imshow(
+        values, cmap="PuOr" if signed else "cividis", vmin=limits[0], vmax=limits[1], aspect="auto", origin="upper"
+    )
+    axes.set_xticks(range(len(x)), x)
+    axes.set_yticks(range(len(y)), y)
+    if show:
+        for row, column in np.argwhere(~np.isnan(values)):
+            value = values[row, column]
+            dark = (signed and abs(value) < 0.6 * limits[1]) or (not signed and value > (limits[0] + limits[1]) / 2)
+            colour = "black" if dark else "white"
+            axes.text(column, row, show(value), ha="center", va="center", color=colour, fontsize="small")
+    return picture

@@ -1,0 +1,129 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Key information retrieval: sentences that give cities magic numbers, hidden in a long text (paper, section 3.4).
+
+The paper follows the protocol of Large World Model and Gemini 1.5 and does not print its prompts; these are ours.
+"""
+
+import random
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+
+# fmt: off
+CITIES = (
+    "Accra", "Algiers", "Amman", "Ankara", "Athens", "Baghdad", "Bangkok", "Beirut", "Belgrade", "Berlin", "Bern",
+    "Bogota", "Boston", "Brussels", "Bucharest", "Budapest", "Cairo", "Canberra", "Caracas", "Chicago", "Colombo",
+    "Copenhagen", "Dakar", "Damascus", "Delhi", "Denver", "Dhaka", "Dublin", "Geneva", "Hanoi", "Havana", "Helsinki",
+    "Istanbul", "Jakarta", "Kabul", "Kampala", "Kyiv", "Lagos", "Lima", "Lisbon", "London", "Madrid", "Manila", "Miami",
+    "Milan", "Montreal", "Moscow", "Munich", "Nairobi", "Oslo", "Ottawa", "Paris", "Prague", "Quito", "Rabat", "Riga",
+    "Rome", "Santiago", "Seattle", "Seoul", "Singapore", "Sofia", "Stockholm", "Sydney", "Taipei", "Tallinn", "Tehran",
+    "Tirana", "Tokyo", "Toronto", "Tripoli", "Tunis", "Vienna", "Vilnius", "Warsaw", "Zagreb", "Zurich",
+)
+# fmt: on
+
+HEAD = "There are magic numbers of cities hidden in the following text. Remember them.\n\n"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text with needles, and a question about some of them.
+
+    Args:
+        text: head, haystack with needles, question, and the beginning of its answer.
+        numbers: the answers, as they are asked for.
+        needles: for each of them, the span of the sentence that gives it, [start, end) in characters of `text`.
+        context: the span of the haystack with all needles in it, likewise.
+    """
+
+    text: str
+    numbers: list[str]
+    needles: list[tuple[int, int]]
+    context: tuple[int, int]
+
+    def found(self, completion: str) -> float:
+        """The share of the numbers that a completion has."""
+        said = re.findall(r"\d+", completion)
+        return sum(number in said for number in self.numbers) / len(self.numbers)
+
+
+class Haystack:
+    """Sentences of long texts, and how many tokens each takes.
+
+    Args:
+        texts: long texts, of which as many sentences are taken as four prompts of `length` tokens need.
+        tokenizer: counts tokens.
+        length: of the longest prompt, in tokens.
+
+    Raises:
+        ValueError: there is no sentence.
+    """
+
+    def __init__(self, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int) -> None:
+        self.tokenizer = tokenizer
+        self.sentences: list[str] = []
+        self.sizes: list[int] = []
+        for text in texts:
+            flat = " ".join(text[: 100 * length].split())
+            sentences = [match.strip() for match in re.findall(r"[^.!?]+[.!?]+[\"”’')]*", flat)]
+            self.sentences += sentences
+            self.sizes += [self.count(f" {sentence}") for sentence in sentences]
+            if sum(self.sizes) > 4 * length:
+                break
+        if not self.sentences:
+            raise ValueError("There is no sentence in the text. Name other texts with --data.")
+
+    def count(self, text: str) -> int:
+        """Tokens of a text alone."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def prompt(self, *, length: int, depth: float, needles: int, queries: int, seed: str) -> Prompt:
+        """A prompt with `needles` needles, `queries` of them asked for.
+
+        Args:
+            length: at most so many tokens, and fewer by less than a sentence.
+            depth: where the first needle that is asked for stands, from 0, the beginning of the text, to 1, its end.
+                The others stand anywhere.
+            needles: how many. queries: how many of them are asked for.
+            seed: of cities, numbers, places and the part of the text.
+
+        Raises:
+            ValueError: not so many tokens hold a text.
+        """
+        draw = random.Random(seed)
+        cities = draw.sample(CITIES, needles)
+        numbers = [str(draw.randrange(1_000_000, 10_000_000)) for _ in cities]
+        facts = [f"The magic number of {city} is {number}." for city, number in zip(cities, numbers, strict=True)]
+        question = ask(cities[:queries])
+        budget = length - self.count(HEAD + " ".join(facts) + question) - 1  # a token where two texts meet
+        start, taken = draw.randrange(len(self.sentences)), 0
+        while budget >= (size := self.sizes[(start + taken) % len(self.sizes)]):
+            budget -= size
+            taken += 1
+        if not taken:
+            raise ValueError(f"`length`: {length} tokens do not hold the question and a sentence of text.")
+        places = [round(depth * taken), *(draw.randrange(taken + 1) for _ in facts[1:])]
+        text, spans = HEAD, {}
+        for place in range(taken + 1):
+            here = [index for index, at in enumerate(places) if at == place]
+            for index in sorted(here, key=lambda index: (index == 0) == (depth > 0.5)):  # the first is the outermost
+                text += facts[index]
+                spans[index] = (len(text) - len(facts[index]), len(text))
+                text += " "
+            if place < taken:
+                text += self.sentences[(start + place) % len(self.sentences)] + " "
+        text = text.rstrip()
+        context = (len(HEAD), len(text))
+        return Prompt(text + question, numbers[:queries], [spans[index] for index in range(queries)], context)
+
+
+def ask(cities: Sequence[str]) -> str:
+    """The question for the magic numbers of cities, and how its answer begins."""
+    if len(cities) == 1:
+        subject = f"the magic number of {cities[0]}"
+        return f"\n\nQuestion: What is {subject}?\nAnswer: T{subject[1:]} is"
+    subject = f"the magic numbers of {', '.join(cities[:-1])} and {cities[-1]}"
+    return f"\n\nQuestion: What are {subject}?\nAnswer: T{subject[1:]} are"

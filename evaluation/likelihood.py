@@ -1,0 +1,123 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Log-likelihoods of texts and of continuations, and greedy completions, in bounded memory."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from diffllama.evaluation.models import Subject
+
+
+CHUNK = 1024
+"""So many tokens of a long text go through the model at once, so that logits are never [n, vocabulary]."""
+
+
+def chosen(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of tokens: logits [b, n, vocabulary] and ids [b, n] -> [b, n], in float32."""
+    return -torch.nn.functional.cross_entropy(logits.transpose(1, 2).float(), ids, reduction="none")
+
+
+@torch.inference_mode()
+def token_log_probs(model: PreTrainedModel, ids: torch.Tensor, chunk: int = CHUNK) -> torch.Tensor:
+    """Log-probability of every token but the first, given all before it.
+
+    Args:
+        model: a causal language model.
+        ids: token ids [1, n], as long as the cache fits into memory.
+        chunk: how many of them are computed at once.
+
+    Returns:
+        [n - 1] in float32, on the CPU.
+    """
+    cache = DynamicCache(config=model.config)
+    parts = []
+    for start in range(0, ids.shape[1] - 1, chunk):
+        inputs, targets = ids[:, start : start + chunk], ids[:, start + 1 : start + chunk + 1]
+        logits = model(inputs, past_key_values=cache, use_cache=True).logits[:, : targets.shape[1]]
+        parts.append(chosen(logits, targets)[0].cpu())
+    return torch.cat(parts)
+
+
+def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Indices of sequences of equal length together, longest first, at most `batch_tokens` tokens (or one sequence).
+
+    Equal lengths need no padding: nothing that a sequence is given depends on its neighbours.
+    """
+    by_length: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        by_length.setdefault(length, []).append(index)
+    for length in sorted(by_length, reverse=True):
+        rows = max(1, batch_tokens // max(1, length))
+        indices = by_length[length]
+        yield from (indices[start : start + rows] for start in range(0, len(indices), rows))
+
+
+@torch.inference_mode()
+def continuation_log_probs(
+    subject: Subject, pairs: Sequence[tuple[str, str]], batch_tokens: int = 4096
+) -> Iterator[tuple[int, float]]:
+    """Log-likelihood of continuations.
+
+    Args:
+        subject: model and tokenizer.
+        pairs: contexts and continuations; a space at a context's end is counted to its continuation.
+        batch_tokens: at most so many tokens at once.
+
+    Yields:
+        Index of the pair and the sum of the log-probabilities of its continuation's tokens, batch by batch.
+    """
+    rows, starts = [], []
+    for context, continuation in pairs:
+        stripped = context.rstrip()
+        before = subject.prefix + subject.encode(stripped)
+        whole = subject.prefix + subject.encode(stripped + context[len(stripped) :] + continuation)
+        rows.append(whole)
+        starts.append(max(1, min(len(before), len(whole) - 1)))  # a model says nothing about its first token
+    for indices in batches([len(row) for row in rows], batch_tokens):
+        ids = torch.tensor([rows[index] for index in indices], device=subject.model.device)
+        first = min(starts[index] for index in indices)
+        logits = subject.model(ids, use_cache=False, logits_to_keep=ids.shape[1] - first + 1).logits[:, :-1]
+        scores = chosen(logits, ids[:, first:])
+        for row, index in enumerate(indices):
+            yield index, scores[row, starts[index] - first :].sum().item()
+
+
+@torch.inference_mode()
+def completions(
+    subject: Subject,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    batch_tokens: int = 4096,
+    stop: Sequence[str] = (),
+) -> Iterator[tuple[int, str]]:
+    """Greedy completions of prompts, batch by batch.
+
+    Args:
+        subject: model and tokenizer.
+        prompts: their token ids.
+        max_new_tokens: where a completion ends that the model does not end.
+        batch_tokens: at most so many tokens of prompts at once.
+        stop: strings at the first of which a completion ends, and which are no part of it.
+
+    Yields:
+        Index of the prompt and the text that follows it, without special tokens.
+    """
+    tokenizer = subject.tokenizer
+    pad = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+    ends = {"stop_strings": list(stop), "tokenizer": tokenizer} if stop else {}
+    for indices in batches([len(prompt) for prompt in prompts], batch_tokens):
+        ids = torch.tensor([prompts[index] for index in indices], device=subject.model.device)
+        made = subject.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            pad_token_id=pad,
+            **ends,
+        )
+        for index, row in zip(indices, made[:, ids.shape[1] :], strict=True):
+            text = tokenizer.decode(row, skip_special_tokens=True)
+            yield index, text[: min((at for one in stop if (at := text.find(one)) >= 0), default=None)]

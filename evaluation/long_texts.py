@@ -1,0 +1,43 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What probes share that measure long texts."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import typer
+
+from diffllama.evaluation.data import Source, texts
+from diffllama.evaluation.models import Subject
+from diffllama.evaluation.runs import Probe, S
+
+
+@dataclass(kw_only=True)
+class LongTexts(Probe[S]):
+    """Measures the beginnings of long texts.
+
+    Args:
+        length: tokens of each text, its beginning; texts with fewer are left out.
+        texts: how many of them.
+    """
+
+    dataset: ClassVar[str] = "novels"
+
+    length: Annotated[int, typer.Option(min=2, help="Tokens of each text; shorter texts are left out.")] = 1024
+    texts: Annotated[int, typer.Option(min=1, help="How many texts.")] = 8
+
+    def beginnings(self, source: Source | None, subject: Subject) -> dict[str, list[int]]:
+        """The beginnings of the first texts that are long enough, as token ids.
+
+        Raises:
+            ValueError: no text is.
+        """
+        assert source is not None
+        found: dict[str, list[int]] = {}
+        for name, text in texts(source).items():
+            ids = subject.prefix + subject.encode(text[: self.length * 16])
+            if len(ids) >= self.length and len(found) < self.texts:
+                found[name] = ids[: self.length]
+        if not found:
+            raise ValueError(f"No text in {source.path} has {self.length:,} tokens. Ask for fewer with --length.")
+        return found

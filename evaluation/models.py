@@ -1,0 +1,119 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Models to measure: any causal language model of transformers, differential or not, with its tokenizer."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from diffllama.choices import DType
+
+
+OWN_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
+"""Files of a model folder that decide what the model computes and how its tokenizer splits text."""
+
+
+def digest(path: Path, patterns: tuple[str, ...] = ("*",)) -> str:
+    """SHA-256 of a file, or of the names and bytes of a folder's visible files that match, as hexadecimal digits."""
+    total = hashlib.sha256()
+    if path.is_file():
+        with path.open("rb") as stream:
+            while block := stream.read(1 << 24):
+                total.update(block)
+        return total.hexdigest()
+    for file in sorted({file for pattern in patterns for file in path.rglob(pattern)}):
+        name = file.relative_to(path)
+        if file.is_file() and not any(part.startswith(".") for part in name.parts):
+            total.update(f"{name.as_posix()}\0{digest(file)}\n".encode())
+    return total.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A loaded model to measure, in evaluation mode, and its tokenizer."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text` alone, without special tokens."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    @property
+    def prefix(self) -> list[int]:
+        """What the tokenizer puts before every text: the id of the token of beginning, or nothing."""
+        return [self.tokenizer.bos_token_id] if self.tokenizer("a").input_ids[0] == self.tokenizer.bos_token_id else []
+
+    def chat(self, message: str) -> list[int]:
+        """Token ids of a user's message to which the assistant answers next, in the tokenizer's chat template.
+
+        Raises:
+            ValueError: it has none.
+        """
+        if not self.tokenizer.chat_template:
+            raise ValueError(f"The tokenizer of {self.name} has no chat template. Leave --chat out.")
+        messages = [{"role": "user", "content": message}]
+        return self.encode(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+    def tensor(self, ids: list[int]) -> torch.Tensor:
+        """Token ids as [1, n] on the model's device."""
+        return torch.tensor([ids], device=self.model.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Where a model comes from and how it is loaded.
+
+    Args:
+        name: folder, or repository `owner/name` of the Hub.
+        dtype: of the weights and the computation; `auto` is the checkpoint's.
+        device: as torch names it; the first GPU by default, if there is one.
+        revision: branch, tag or commit of a repository.
+        trust_remote_code: whether code in the folder may run; a differential Llama needs none.
+    """
+
+    name: str
+    dtype: DType = "auto"
+    device: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """The folder, or the snapshot of the Hub's repository, downloaded if need be.
+
+        Raises:
+            FileNotFoundError: there is no such folder, and the name is not a repository's.
+        """
+        folder = Path(self.name).expanduser()
+        if folder.exists() or self.name.count("/") != 1 or self.name.startswith((".", "/", "~")):
+            if not (folder / "config.json").is_file():
+                raise FileNotFoundError(f"{self.name} is not a folder with a config.json. Name a model's folder.")
+            return folder
+        return Path(snapshot_download(self.name, revision=self.revision, allow_patterns=list(OWN_FILES)))
+
+    @property
+    def place(self) -> torch.device:
+        """Where it computes."""
+        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def facts(self) -> dict[str, Any]:
+        """What identifies the model in a result: its name, the commit of a repository, the SHA-256 of its files."""
+        folder = self.folder
+        commit = {"commit": folder.name} if folder.parent.name == "snapshots" else {}
+        files = {"sha256": digest(folder, OWN_FILES)}
+        return {"name": self.name, **commit, **files, "dtype": self.dtype, "device": self.place.type}
+
+    def load(self) -> Subject:
+        """The model in evaluation mode, and its tokenizer. Weights are in safetensors, as `facts` expects them."""
+        options = {"trust_remote_code": self.trust_remote_code}
+        tokenizer = AutoTokenizer.from_pretrained(self.folder, **options)
+        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=self.dtype, use_safetensors=True, **options)
+        model.to(self.place)
+        return Subject(name=self.name, model=model.eval(), tokenizer=tokenizer)

@@ -1,0 +1,53 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How much a longer context helps: the average loss of the tokens up to a position."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from diffllama.evaluation.data import Source
+from diffllama.evaluation.figures import finish, line, panels
+from diffllama.evaluation.likelihood import token_log_probs
+from diffllama.evaluation.long_texts import LongTexts
+from diffllama.evaluation.models import Subject
+from diffllama.evaluation.runs import Measurement, Outcome, Report
+
+
+@dataclass(kw_only=True)
+class Context(LongTexts[list[int]]):
+    """Cumulative average negative log-likelihood by position, on long texts."""
+
+    command: ClassVar[str] = "context"
+    paper: ClassVar[str] = "section 3.3, figure 4"
+
+    def samples(self, source: Source | None, subject: Subject) -> Mapping[str, list[int]]:
+        """The beginnings of texts, as token ids."""
+        return self.beginnings(source, subject)
+
+    @property
+    def positions(self) -> list[int]:
+        """Powers of two from 16 on, and the length."""
+        return [2**power for power in range(4, self.length.bit_length()) if 2**power < self.length] + [self.length]
+
+    def measure(self, subject: Subject, samples: Mapping[str, list[int]]) -> Iterator[Outcome]:
+        """Averages the tokens up to each position; the first token, which nothing predicts, is not counted."""
+        for name, ids in samples.items():
+            losses = -token_log_probs(subject.model, subject.tensor(ids)).double()
+            means = losses.cumsum(0) / torch.arange(1, len(losses) + 1)
+            yield Outcome(
+                name,
+                [Measurement({"position": at}, {"nll": means[at - 2].item()}) for at in self.positions],
+            )
+
+    def draw(self, report: Report, figure: Any) -> None:
+        """One line a model, over positions on a logarithmic axis."""
+        (axes,) = panels(figure, 1)
+        positions = [row["cell"]["position"] for row in report.rows]
+        for index, name in enumerate(report.names):
+            line(axes, positions, [row["models"][index]["nll"] for row in report.rows], index, name)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(positions, [f"{position:,}" for position in positions], rotation=45)
+        finish(axes, "position (tokens)", "cumulative average NLL (nats per token)")

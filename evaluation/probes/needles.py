@@ -1,0 +1,138 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Retrieval of magic numbers of cities from long texts."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import typer
+
+from diffllama.evaluation.data import Source, texts
+from diffllama.evaluation.figures import finish, heat_map, panels
+from diffllama.evaluation.haystack import CITIES, Haystack, Prompt
+from diffllama.evaluation.likelihood import completions
+from diffllama.evaluation.models import Subject
+from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report, Row
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt, and the cell that its answer counts in."""
+
+    prompt: Prompt
+    cell: dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class Needles(Probe[Task]):
+    """Multi-needle retrieval: N cities get magic numbers in a text, R of them are asked for.
+
+    The first number that is asked for stands at the depth of its cell, the others anywhere. An answer counts by the
+    share of the R numbers in it. Greedy, and without a chat template: the prompt ends where the answer begins.
+
+    Args:
+        length: tokens of the prompts.
+        depth: where the answer stands, 0 at the beginning of the text, 1 at its end.
+        needles: N/R.
+        samples_per_cell: prompts for each length, depth and N/R.
+        batch_tokens: at most so many tokens of prompts are computed at once, or one prompt.
+    """
+
+    command: ClassVar[str] = "needles"
+    paper: ClassVar[str] = "section 3.4, table 2 and figure 5"
+    dataset: ClassVar[str] = "novels"
+
+    length: Annotated[list[int], typer.Option(help="Tokens of a prompt. May be repeated.")] = field(
+        default_factory=lambda: [4096]
+    )
+    depth: Annotated[
+        list[float], typer.Option(min=0, max=1, help="Where the answer stands, from 0 to 1. May be repeated.")
+    ] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    needles: Annotated[
+        list[str], typer.Option(metavar="N/R", help="Needles, and how many are asked for. May be repeated.")
+    ] = field(default_factory=lambda: ["1/1", "2/2", "4/2", "6/2"])
+    samples_per_cell: Annotated[int, typer.Option("--samples", min=1, help="Prompts of each cell.")] = 50
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of prompts computed at once.")] = 8192
+
+    def pairs(self) -> dict[str, tuple[int, int]]:
+        """N and R of each entry of `needles`.
+
+        Raises:
+            ValueError: an entry is not N/R.
+        """
+        pairs = {}
+        for entry in self.needles:
+            match = re.fullmatch(r"(\d+)/(\d+)", entry)
+            needles, queries = map(int, match.groups()) if match else (0, 0)
+            if not 0 < queries <= needles <= len(CITIES):
+                raise ValueError(f"--needles must be N/R, such as 6/2, with R ≤ N ≤ {len(CITIES)}, got {entry!r}.")
+            pairs[entry] = needles, queries
+        return pairs
+
+    def samples(self, source: Source | None, subject: Subject) -> Mapping[str, Task]:
+        """Prompts: the same text, cities and numbers at every depth."""
+        assert source is not None
+        pairs = self.pairs()
+        haystack = Haystack(texts(source).values(), subject.tokenizer, max(self.length))
+        return {
+            f"{entry} {length} {depth} {number}": Task(
+                haystack.prompt(
+                    length=length - len(subject.prefix),
+                    depth=depth,
+                    needles=needles,
+                    queries=queries,
+                    seed=f"{self.seed} {entry} {length} {number}",
+                ),
+                {"N/R": entry, "length": length, "depth": depth},
+            )
+            for entry, (needles, queries) in pairs.items()
+            for length in self.length
+            for depth in self.depth
+            for number in range(self.samples_per_cell)
+        }
+
+    def measure(self, subject: Subject, samples: Mapping[str, Task]) -> Iterator[Outcome]:
+        """Has each prompt answered; its sample counts in its own cell and in the average over depths."""
+        names = list(samples)
+        prompts = [subject.prefix + subject.encode(samples[name].prompt.text) for name in names]
+        longest = len(subject.encode(" 1234567 and"))
+        queries = max(queries for _, queries in self.pairs().values())
+        for index, text in completions(subject, prompts, queries * longest + 4, self.batch_tokens):
+            task = samples[names[index]]
+            values = {"accuracy": task.prompt.found(text)}
+            cells = task.cell, task.cell | {"depth": "all"}
+            yield Outcome(
+                names[index],
+                [Measurement(cell, values) for cell in cells],
+                {"answer": text, "numbers": task.prompt.numbers},
+            )
+
+    def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
+        """Averages of the cells, then those over depths."""
+        return sorted(super().rows(measured), key=lambda row: row["cell"]["depth"] == "all")
+
+    def draw(self, report: Report, figure: Any) -> None:
+        """Depth × length heat maps, a row for each N/R and a column for each model."""
+        axes = panels(
+            figure, len(self.needles) * len(report.names), 1.5 + 0.9 * len(self.length), rows=len(self.needles)
+        )
+        for number, one in enumerate(axes):
+            entry, model = self.needles[number // len(report.names)], number % len(report.names)
+            values = np.full((len(self.depth), len(self.length)), np.nan)
+            for row in report.select(**{"N/R": entry}):
+                if row["cell"]["depth"] != "all":
+                    at = self.depth.index(row["cell"]["depth"]), self.length.index(row["cell"]["length"])
+                    values[at] = row["models"][model]["accuracy"]["mean"]
+            heat_map(
+                one,
+                values,
+                [f"{length:,}" for length in self.length],
+                [f"{depth:.0%}" for depth in self.depth],
+                limits=(0, 1),
+                show="{:.2f}".format,
+            )
+            finish(one, "length (tokens)", "depth of the answer", f"{report.names[model]}\naccuracy, N/R = {entry}")
+            one.grid(visible=False)

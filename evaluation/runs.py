@@ -1,0 +1,384 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of probes: samples measured one after another and kept, so that a run that broke off goes on, and the report.
+
+A probe says what its samples are, measures them, and draws. Everything else is here: the cache, the averages, their
+bootstrap intervals, the comparison of two models, the table, the JSON and the figure's file.
+"""
+
+import dataclasses
+import gc
+import io
+import json
+import math
+import os
+import platform
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+import torch
+import transformers
+import typer
+
+from diffllama import __version__
+from diffllama.evaluation.data import Source, find
+from diffllama.evaluation.models import Subject
+from diffllama.hub_cards.code import commit
+
+
+RESAMPLES = 1000
+"""Bootstrap resamples of each interval."""
+
+CONFIDENCE = 0.95
+
+Cell = dict[str, Any]
+"""What a number is about, such as {"length": 4096, "depth": 0.5}."""
+
+Row = dict[str, Any]
+"""A cell's numbers: `cell`, `samples` (how many), `models` (for each, metric -> `mean` and, of several samples, `low`
+and `high`) and, of two models, `difference` (the second less the first, likewise)."""
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one sample says about one cell.
+
+    Args:
+        cell: what it is about.
+        values: numbers by metric, the same metrics in every sample of a cell.
+        weight: of this sample in the cell's average, such as the number of its tokens. With 0 it is not counted.
+    """
+
+    cell: Cell
+    values: dict[str, float]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that one sample says: its measurements, and what else is worth keeping, such as the text that was made."""
+
+    sample: str
+    measurements: list[Measurement]
+    detail: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, line: str) -> "Outcome":
+        """Of a line that `line` made."""
+        entry = json.loads(line)
+        measurements = [
+            Measurement(one["cell"], {name: float(value) for name, value in one["values"].items()}, one["weight"])
+            for one in entry["measurements"]
+        ]
+        return cls(entry["sample"], measurements, entry["detail"])
+
+    @property
+    def line(self) -> str:
+        """As one line of JSON."""
+        return dumps(dataclasses.asdict(self))
+
+
+def dumps(value: Any, indent: int | None = None) -> str:
+    """As JSON. It has no NaN and no infinity: they become the texts nan, inf and -inf, which `float` reads."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)
+        if isinstance(value, dict):
+            return {name: plain(one) for name, one in value.items()}
+        return [plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+    return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+@dataclass(kw_only=True)
+class Probe(ABC, Generic[S]):
+    """A measurement of the paper. Its fields are its settings, and the options of its command.
+
+    Args:
+        seed: of everything that is drawn at random.
+    """
+
+    command: ClassVar[str]
+    """Its name on the command line."""
+    paper: ClassVar[str]
+    """Where the paper has it."""
+    loads_models: ClassVar[bool] = True
+    """Whether its subjects are models that somebody names; otherwise `candidates` makes them."""
+    takes_data: ClassVar[bool] = True
+    """Whether it reads data."""
+    intervals: ClassVar[bool] = True
+    """Whether its numbers are averages over samples, of which bootstrap intervals make sense."""
+
+    seed: Annotated[int, typer.Option(help="Of everything that is drawn at random.")] = 0
+
+    @property
+    def dataset(self) -> str:
+        """The name of its data, as in `find`."""
+        raise NotImplementedError
+
+    def candidates(self) -> "list[Candidate]":
+        """What it measures, if that is not for its user to name."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def samples(self, source: Source | None, subject: Any) -> Mapping[str, S]:
+        """Its samples by their names; the same ones for the same settings, data and tokenizer.
+
+        `subject` is a `Subject`, or whatever else the probe's own `candidates` load.
+        """
+
+    @abstractmethod
+    def measure(self, subject: Any, samples: Mapping[str, S]) -> Iterator[Outcome]:
+        """Measures samples, in any order."""
+
+    def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
+        """The report's numbers, of one outcome per sample for each model."""
+        return average(measured, seed=self.seed, intervals=self.intervals)
+
+    @abstractmethod
+    def draw(self, report: "Report", figure: Any) -> None:
+        """Draws the report into an empty figure of matplotlib."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A subject of a run, loaded only when its turn comes: its name, what identifies it, and how to get it."""
+
+    name: str
+    facts: dict[str, Any]
+    load: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came out of a run.
+
+    Args:
+        probe: the probe.
+        names: of the models.
+        rows: the numbers.
+        outcomes: for each model, every sample's.
+        record: what the JSON says besides.
+    """
+
+    probe: Probe
+    names: list[str]
+    rows: list[Row]
+    outcomes: list[dict[str, Outcome]]
+    record: dict[str, Any]
+
+    def json(self) -> dict[str, Any]:
+        """All but the samples."""
+        return self.record | {"rows": self.rows}
+
+    def select(self, **cell: Any) -> list[Row]:
+        """Rows whose cells say so."""
+        return [row for row in self.rows if all(row["cell"].get(name) == value for name, value in cell.items())]
+
+
+def resampled(values: np.ndarray, weights: np.ndarray, picks: np.ndarray) -> np.ndarray:
+    """Weighted means of resamples: values and weights [samples], picks [resamples, samples] -> [resamples]."""
+    return (values * weights)[picks].sum(1) / weights[picks].sum(1)
+
+
+def interval(means: np.ndarray) -> dict[str, float]:
+    """The percentile interval of resampled means."""
+    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return {"low": float(low), "high": float(high)}
+
+
+@np.errstate(invalid="ignore")  # an infinite loss has no interval: NaN, not a warning
+def average(measured: Sequence[Mapping[str, Outcome]], *, seed: int, intervals: bool) -> list[Row]:
+    """Averages over samples for each cell, with bootstrap intervals; of two models, the difference of paired samples.
+
+    A sample is counted in a cell if every model has it there, with a weight. One sample has no interval.
+
+    Args:
+        measured: for each model, outcomes by sample.
+        seed: of the resampling.
+        intervals: whether to resample.
+    """
+    cells: dict[str, tuple[Cell, list[dict[str, Measurement]]]] = {}
+    for index, outcomes in enumerate(measured):
+        for sample, outcome in outcomes.items():
+            for measurement in outcome.measurements:
+                key = json.dumps(measurement.cell, sort_keys=True)
+                _, by_model = cells.setdefault(key, (measurement.cell, [{} for _ in measured]))
+                if measurement.weight:
+                    by_model[index][sample] = measurement
+    rows = []
+    for cell, by_model in cells.values():
+        shared = sorted(set.intersection(*(set(samples) for samples in by_model)))
+        if not shared:
+            continue
+        # the same resamples for every model and metric, so that differences are of paired samples
+        picks = np.random.default_rng(seed).integers(len(shared), size=(RESAMPLES, len(shared)))
+        weights = [np.array([samples[name].weight for name in shared]) for samples in by_model]
+        row: Row = {"cell": cell, "samples": len(shared), "models": [{} for _ in by_model]}
+        for metric in by_model[0][shared[0]].values:
+            values = [np.array([samples[name].values[metric] for name in shared]) for samples in by_model]
+            means = [float((v * w).sum() / w.sum()) for v, w in zip(values, weights, strict=True)]
+            spread = intervals and len(shared) > 1
+            drawn = [resampled(v, w, picks) for v, w in zip(values, weights, strict=True)] if spread else []
+            for index, mean in enumerate(means):
+                row["models"][index][metric] = {"mean": mean} | (interval(drawn[index]) if drawn else {})
+            if len(means) == 2:
+                between = interval(drawn[1] - drawn[0]) if drawn else {}
+                row.setdefault("difference", {})[metric] = {"mean": means[1] - means[0]} | between
+        rows.append(row)
+    return rows
+
+
+def versions() -> dict[str, str | None]:
+    """What computed: this package, its commit, and the libraries under it."""
+    return {
+        "diffllama": __version__,
+        "commit": commit(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+class Kept:
+    """The outcomes of one model that are on disk, a line each, after a line that says what they are of.
+
+    Args:
+        file: made if it does not exist or has no samples. A last line that was cut off is dropped.
+        header: probe, settings, data and model.
+
+    Raises:
+        ValueError: the file holds another run's samples, or something else.
+    """
+
+    def __init__(self, file: Path, header: dict[str, Any]) -> None:
+        self.file = file
+        self.outcomes: dict[str, Outcome] = {}
+        another = "Name another folder with --output, or remove this one."
+        content = file.read_bytes() if file.exists() else b""
+        complete = content[: content.rfind(b"\n") + 1]  # a whole line ends in a line feed
+        try:
+            lines = complete.decode().split("\n")[:-1]
+            theirs = json.loads(lines[0]) if lines else {}
+            for text in lines[1:]:
+                outcome = Outcome.parse(text)
+                self.outcomes[outcome.sample] = outcome
+        except (ValueError, TypeError, LookupError) as error:
+            raise ValueError(f"{file} has something else than samples: {error}. {another}") from error
+        ours = json.loads(dumps(header))
+        differs = differences(theirs, ours)
+        if self.outcomes and differs:
+            raise ValueError(f"{file} has samples of a run that differs in {', '.join(differs)}. {another}")
+        if differs:
+            write(file, dumps(header) + "\n")
+        elif complete != content:
+            write(file, complete)
+
+    def add(self, outcome: Outcome) -> None:
+        """Keeps one more, as it will be read again: a run that broke off reports the same as one that did not."""
+        with self.file.open("a", encoding="utf-8") as stream:
+            stream.write(outcome.line + "\n")
+        self.outcomes[outcome.sample] = Outcome.parse(outcome.line)
+
+
+def differences(one: Any, other: Any, name: str = "") -> list[str]:
+    """Where two values of JSON differ, such as ["settings.length"]."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        fields = sorted(one.keys() | other.keys())
+        return [at for field in fields for at in differences(one.get(field), other.get(field), f"{name}.{field}")]
+    return [] if one == other else [name.removeprefix(".") or "everything"]
+
+
+def write(file: Path, content: str | bytes) -> None:
+    """Writes a file that appears complete or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_name(f".{file.name}.new")
+    new.write_bytes(content.encode() if isinstance(content, str) else content)
+    os.replace(new, file)
+
+
+Progress = Callable[[str, int, int], None]
+"""Told the model's name, how many samples are measured and how many there are."""
+
+
+def run(
+    probe: Probe,
+    candidates: Iterable[Candidate],
+    *,
+    output: Path,
+    data: Path | None = None,
+    progress: Progress = lambda name, done, total: None,
+) -> Report:
+    """Measures models and writes `results.json`, `figure.png` and each model's samples into a folder.
+
+    Args:
+        probe: what to measure.
+        candidates: one or two models, in turn.
+        output: the folder. Samples of the same run that are there already are not measured again.
+        data: file or folder with the probe's data, or a folder in which it lies under the probe's name for it; the
+            built-in sample by default.
+        progress: called after each sample.
+
+    Raises:
+        FileNotFoundError: `data` has nothing of the kind.
+        NotADirectoryError: `output` is a file.
+        ValueError: the data or a setting is not what the probe takes, or the folder has another run's samples.
+    """
+    from matplotlib.figure import Figure  # needs the extra `eval`
+
+    if output.exists() and not output.is_dir():
+        raise NotADirectoryError(f"{output} is no folder. Name one with --output.")
+    source = find(probe.dataset, data) if probe.takes_data else None
+    what = {
+        "probe": probe.command,
+        "paper": probe.paper,
+        "settings": dataclasses.asdict(probe),
+        "data": source.facts() if source else None,
+    }
+    chosen = list(candidates)
+    every_kept = [
+        Kept(output / f"samples-{number}.jsonl", what | {"model": candidate.facts, "versions": versions()})
+        for number, candidate in enumerate(chosen, 1)
+    ]
+    outcomes, facts = [], []
+    for candidate, kept in zip(chosen, every_kept, strict=True):
+        subject = candidate.load()
+        samples = probe.samples(source, subject)
+        missing = {name: sample for name, sample in samples.items() if name not in kept.outcomes}
+        progress(candidate.name, len(samples) - len(missing), len(samples))
+        for outcome in probe.measure(subject, missing) if missing else ():
+            kept.add(outcome)
+            progress(candidate.name, len(kept.outcomes), len(samples))
+        outcomes.append({name: kept.outcomes[name] for name in samples})
+        facts.append(candidate.facts | (described(subject) if isinstance(subject, Subject) else {}))
+        del subject, samples, missing
+        gc.collect()  # before the next model takes memory
+    names = [candidate.name for candidate in chosen]
+    record = what | {"models": facts, "versions": versions()}
+    report = Report(probe, names, probe.rows(outcomes), outcomes, record)
+    write(output / "results.json", dumps(report.json(), indent=1) + "\n")
+    figure, image = Figure(), io.BytesIO()
+    probe.draw(report, figure)
+    figure.savefig(image, dpi=110, format="png")
+    write(output / "figure.png", image.getvalue())
+    return report
+
+
+def described(subject: Subject) -> dict[str, Any]:
+    """What a loaded model is."""
+    config = subject.model.config
+    return {
+        "model_type": config.model_type,
+        "variant": getattr(config, "diff_variant", None),
+        "parameters": subject.model.num_parameters(),
+        "dtype": str(subject.model.dtype).removeprefix("torch."),
+        "device": str(subject.model.device),
+        "attention": config._attn_implementation,
+    }

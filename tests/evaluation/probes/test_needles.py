@@ -1,0 +1,68 @@
+"""The probe of needles: what it finds is what the model says."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from ruled import ruled
+from tiny import VARIANTS, tiny_model
+
+from diffllama.evaluation.models import Subject
+from diffllama.evaluation.probes.needles import Needles
+from diffllama.evaluation.runs import Candidate, Report, run
+
+
+def measured(subject: Subject, output: Path, **settings: object) -> Report:
+    probe = Needles(**({"length": [600, 900], "depth": [0.0, 1.0], "samples_per_cell": 3} | settings))
+    return run(probe, [Candidate(subject.name, {"name": subject.name}, lambda: subject)], output=output)
+
+
+def remembers(text: str, near: int) -> str:
+    """The numbers asked for, as far as they stand in the last `near` letters of a text."""
+    cities = re.findall(r"[A-Z]\w+", text.rpartition("Question: What")[2].partition("?")[0])
+    known = dict(re.findall(r"The magic number of (\w+) is (\d+)\.", text[-near:]))
+    return " " + " and ".join(known.get(city, "nothing") for city in cities) + "."
+
+
+def test_a_model_that_finds_every_needle(tmp_path: Path) -> None:
+    report = measured(ruled(lambda text: remembers(text, 10_000), after="re"), tmp_path, needles=["2/2"])
+    assert [row["models"][0]["accuracy"]["mean"] for row in report.rows] == [1.0] * len(report.rows)
+
+
+def test_a_model_that_remembers_the_end(tmp_path: Path) -> None:
+    report = measured(ruled(lambda text: remembers(text, 250), after=" is"), tmp_path, needles=["1/1"])
+    found = {(row["cell"]["length"], row["cell"]["depth"]): row["models"][0]["accuracy"] for row in report.rows}
+    assert {cell: accuracy["mean"] for cell, accuracy in found.items()} == {
+        (600, 0.0): 0.0,
+        (600, 1.0): 1.0,
+        (600, "all"): 0.5,
+        (900, 0.0): 0.0,
+        (900, 1.0): 1.0,
+        (900, "all"): 0.5,
+    }
+    assert found[600, 0.0] == {"mean": 0.0, "low": 0.0, "high": 0.0}
+    assert found[600, "all"]["low"] < 0.5 < found[600, "all"]["high"]
+    assert [row["samples"] for row in report.rows] == [3, 3, 3, 3, 6, 6]
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["rows"] == report.rows
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_any_model_can_be_probed(variant: str, tmp_path: Path) -> None:
+    tokenizer = ruled(lambda _: "", "").tokenizer
+    subject = Subject(
+        name=variant,
+        model=tiny_model(variant, vocab_size=len(tokenizer), max_position_embeddings=1024),
+        tokenizer=tokenizer,
+    )
+    report = measured(subject, tmp_path, length=[600], depth=[0.5], samples_per_cell=2, needles=["1/1"])
+    assert [row["cell"]["depth"] for row in report.rows] == [0.5, "all"]
+    assert all(outcome.detail["answer"] is not None for outcome in report.outcomes[0].values())
+
+
+@pytest.mark.parametrize("wrong", ["6", "2/3", "0/0", "1/0", "a/b", "99/1"])
+def test_wrong_needles_are_refused(wrong: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"--needles must be N/R.*{wrong}"):
+        measured(ruled(lambda _: "", " is"), tmp_path, needles=[wrong])

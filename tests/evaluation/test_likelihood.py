@@ -1,0 +1,61 @@
+"""Log-likelihoods against the model's own, computed whole."""
+
+import pytest
+import torch
+from ruled import ruled
+from tiny import VARIANTS, tiny_model, tokens
+
+from diffllama.evaluation.likelihood import batches, completions, continuation_log_probs, token_log_probs
+from diffllama.evaluation.models import Subject
+
+
+@pytest.fixture
+def subject() -> Subject:
+    tokenizer = ruled(lambda _: "", "").tokenizer
+    return Subject(name="tiny", model=tiny_model(vocab_size=len(tokenizer)), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 29, 30, 64])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_token_log_probs_are_those_of_one_forward(variant: str, chunk: int) -> None:
+    model, ids = tiny_model(variant), tokens(1, 30)
+    whole = model(ids).logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
+    torch.testing.assert_close(token_log_probs(model, ids, chunk), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_batches_are_of_equal_lengths_and_bounded() -> None:
+    lengths = [3, 5, 3, 3, 9, 5]
+    made = list(batches(lengths, 6))
+    assert made == [[4], [1], [5], [0, 2], [3]]
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 1000])
+def test_continuations_are_scored_as_one_by_one(subject: Subject, batch_tokens: int) -> None:
+    pairs = [("the sea ", "is"), ("the sea", " is"), ("a ", "boat"), ("a", " ship"), ("", "ab")]
+    found = dict(continuation_log_probs(subject, pairs, batch_tokens))
+    for index, (context, continuation) in enumerate(pairs):
+        ids = subject.tensor(subject.encode(context + continuation))
+        start = max(1, len(subject.encode(context.rstrip())))
+        whole = subject.model(ids).logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[start - 1 :, 0]
+        assert found[index] == pytest.approx(whole.sum().item(), rel=1e-5)
+
+
+def test_a_sure_model_gives_its_answer_probability_one() -> None:
+    subject = ruled(lambda question: " 7" if "city" in question else " 8", after="is")
+    pairs = [("The city is ", "7"), ("The dog is", " 8"), ("The dog is ", "7")]
+    assert dict(continuation_log_probs(subject, pairs)) == {0: 0.0, 1: 0.0, 2: float("-inf")}
+
+
+def test_completions_are_what_generate_makes() -> None:
+    subject = ruled(lambda question: question[:3].upper(), after=": ")
+    prompts = [subject.encode(text) for text in ("abc: ", "defg: ", "hij: ")]
+    assert dict(completions(subject, prompts, 8)) == {0: "ABC", 1: "DEF", 2: "HIJ"}
+    assert dict(completions(subject, prompts, 2)) == {0: "AB", 1: "DE", 2: "HI"}
+
+
+def test_completions_end_before_the_first_stop_string() -> None:
+    subject = ruled(lambda question: f" {question[0]} and so on. The end.", after=": ")
+    prompts = [subject.encode(text) for text in ("abc: ", "def: ")]
+    for stop in (["The", " so", "sun"], [" so", "The"]):
+        assert dict(completions(subject, prompts, 40, stop=stop)) == {0: " a and", 1: " d and"}
+    assert dict(completions(subject, prompts[:1], 40, stop=["sun"])) == {0: " a and so on. The end."}

@@ -1,0 +1,32 @@
+"""Tiny models with random weights and a tokenizer, as probes measure them."""
+
+import torch
+from ruled import byte_tokenizer
+from tiny import VARIANTS, tiny_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from diffllama.evaluation.models import Subject
+
+
+KINDS = ("llama", *VARIANTS)
+
+
+def tiny_subject(kind: str) -> Subject:
+    """A Llama or one of ours, for texts up to 1024 bytes, a token each."""
+    tokenizer = byte_tokenizer()
+    if kind in VARIANTS:
+        model = tiny_model(kind, attn_implementation="sdpa", vocab_size=len(tokenizer), max_position_embeddings=1024)
+    else:
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            initializer_range=0.2,
+            max_position_embeddings=1024,
+        )
+        torch.manual_seed(0)
+        model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+    return Subject(name=kind, model=model, tokenizer=tokenizer)
