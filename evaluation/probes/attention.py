@@ -1,0 +1,197 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How much attention goes to the answer in a long text, and how much to the rest of it, the noise."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+import typer
+from matplotlib.patches import Rectangle
+from transformers import PreTrainedModel
+
+from diffllama.evaluation.attention import AttentionCall, watched
+from diffllama.evaluation.data import Source, texts
+from diffllama.evaluation.figures import finish, heat_map, line, panels
+from diffllama.evaluation.haystack import Haystack
+from diffllama.evaluation.models import Subject
+from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report
+
+
+BINS = 32
+"""Pieces of equal length into which a context is cut for the heat map."""
+
+LEAST_SUM = 1e-3
+"""Rows with a smaller sum, on average over layers and heads, have no shares of it."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A prompt as token ids, and where what is [start, end) of them.
+
+    Args:
+        ids: all of them.
+        context: the text with the needle in it.
+        answer: the needle.
+        depth: where it stands.
+    """
+
+    ids: list[int]
+    context: tuple[int, int]
+    answer: tuple[int, int]
+    depth: float
+
+    def parts(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Sums over the answer, the noise and everything else: [..., n] -> [...] each."""
+        answer, context = (weights[..., slice(*span)].sum(-1) for span in (self.answer, self.context))
+        return {"answer": answer, "noise": context - answer, "other": weights.sum(-1) - context}
+
+
+def last_rows(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How the last token looks at all of them, averaged over the heads of each layer.
+
+    Args:
+        model: a causal language model.
+        ids: token ids [1, n].
+
+    Returns:
+        The maps, signed in a differential model, and their absolute values, both [layers, n] in float64 on the CPU.
+    """
+    found: dict[int, torch.Tensor] = {}
+
+    def look(call: AttentionCall) -> None:
+        n = call.query.shape[2]
+        rows = call.maps(slice(n - 1, n))[0, :, 0].cpu().double()  # [h, n]
+        found[call.layer] = torch.stack((rows.mean(0), rows.abs().mean(0)))
+
+    with torch.inference_mode(), watched(model, look):
+        model(ids, use_cache=False, logits_to_keep=1)
+    signed, absolute = torch.stack([found[layer] for layer in sorted(found)], dim=1)
+    return signed, absolute
+
+
+@dataclass(kw_only=True)
+class AttentionToAnswer(Probe[Passage]):
+    """Attention of the prompt's last token, which predicts the first one of the answer, to the answer and to noise.
+
+    A sentence with a city's magic number, the needle, stands at a depth of a text, and a question for the number after
+    the text. The tokens of the needle are the answer, all others of the text are noise. The rest, called other, are the
+    token of beginning, the sentence before the text, the question and the beginning of its answer. A token with a
+    character of the needle is the answer's.
+
+    Maps are averaged over heads and layers (so the authors, microsoft/unilm, issue 1654) and then divided by their
+    sum, so that the three parts make 1. The paper calls its scores normalised and prints no formula. The rows of a
+    differential map A1 - λ·A2 sum to 1 - λ and have both signs, so there are two figures:
+
+    * signed: the parts of the row divided by its sum. A plain model's are its attention, and an exact conversion's are
+      the same. They are divided after the average, for a head with λ near 1 would swamp the others before it: so every
+      head counts by the 1 - λ that it gives. Within a part both signs cancel, and it may be below 0, or above 1. A
+      sample whose average sum is within 0.001 of 0 has no such shares.
+    * absolute: the parts of Σ|a|, never below 0. What is subtracted counts as attention too, and nothing cancels.
+
+    `sum` is what they were divided by. `detail` has each layer's averages over heads, not divided, and for the heat map
+    those of 32 equal pieces of the text, divided by the layer's Σ|a|.
+
+    Args:
+        length: tokens of the prompts, at most, and fewer by less than a sentence.
+        depth: where the needle stands, 0 at the beginning of the text, 1 at its end.
+        samples_per_cell: prompts for each depth; the same texts, cities and numbers for all of them.
+    """
+
+    command: ClassVar[str] = "attention"
+    paper: ClassVar[str] = "section 3.4, table 3; figure 1"
+    dataset: ClassVar[str] = "novels"
+
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 4096
+    depth: Annotated[
+        list[float], typer.Option(min=0, max=1, help="Where the answer stands, from 0 to 1. May be repeated.")
+    ] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    samples_per_cell: Annotated[int, typer.Option("--samples", min=1, help="Prompts of each depth.")] = 10
+
+    def samples(self, source: Source | None, subject: Subject) -> Mapping[str, Passage]:
+        """Prompts with one needle, as token ids."""
+        assert source is not None
+        haystack = Haystack(texts(source).values(), subject.tokenizer, self.length)
+        return {
+            f"{depth} {number}": self.passage(haystack, depth, number, subject)
+            for depth in self.depth
+            for number in range(self.samples_per_cell)
+        }
+
+    def passage(self, haystack: Haystack, depth: float, number: int, subject: Subject) -> Passage:
+        """The prompt of that number at that depth.
+
+        Raises:
+            ValueError: the tokenizer does not say which characters its tokens are of.
+        """
+        if not subject.tokenizer.is_fast:
+            raise ValueError(f"The tokenizer of {subject.name} does not say where its tokens are. Save a fast one.")
+        prompt = haystack.prompt(
+            length=self.length - len(subject.prefix),
+            depth=depth,
+            needles=1,
+            queries=1,
+            seed=f"{self.seed} {number}",
+        )
+        encoded = subject.tokenizer(prompt.text, add_special_tokens=False, return_offsets_mapping=True)
+
+        def tokens(start: int, end: int) -> tuple[int, int]:
+            inside = [at for at, (first, last) in enumerate(encoded.offset_mapping) if first < end and last > start]
+            return len(subject.prefix) + inside[0], len(subject.prefix) + inside[-1] + 1
+
+        return Passage(subject.prefix + encoded.input_ids, tokens(*prompt.context), tokens(*prompt.needles[0]), depth)
+
+    def measure(self, subject: Subject, samples: Mapping[str, Passage]) -> Iterator[Outcome]:
+        """Takes the last row of each layer's maps."""
+        for name, passage in samples.items():
+            measurements, layers = [], {}
+            signed, absolute = last_rows(subject.model, subject.tensor(passage.ids))
+            for kind, rows in (("signed", signed), ("absolute", absolute)):
+                parts = passage.parts(rows)
+                layers[kind] = {part: values.tolist() for part, values in parts.items()}
+                whole = rows.sum(-1).mean().item()
+                if abs(whole) >= LEAST_SUM:
+                    shares = {part: values.mean().item() / whole for part, values in parts.items()}
+                    measurements.append(Measurement({"depth": passage.depth, "shares": kind}, shares | {"sum": whole}))
+            start, end = passage.context
+            pieces = signed[:, start:end].tensor_split(min(BINS, end - start), dim=1)
+            mass = absolute.sum(1, keepdim=True).clamp(min=1e-9)  # maps may cancel
+            shown = torch.stack([piece.sum(1) for piece in pieces], dim=1) / mass
+            detail = {
+                "layers": layers,
+                "answer": [(at - start) / (end - start) for at in passage.answer],
+                "map": [[round(value, 6) for value in row] for row in shown.tolist()],
+            }
+            yield Outcome(name, measurements, detail)
+
+    def draw(self, report: Report, figure: Any) -> None:
+        """Signed shares by depth, and for each model a heat map of the first prompt at the depth nearest to the middle.
+
+        Layers from the bottom up, positions in the text from left to right; the pieces with the answer are framed.
+        """
+        rows = sorted(report.select(shares="signed"), key=lambda row: row["cell"]["depth"])
+        answer, noise, *maps = panels(figure, 2 + len(report.names), rows=2)
+        for axes, part in ((answer, "answer"), (noise, "noise")):
+            for index, name in enumerate(report.names):
+                depths = [100 * row["cell"]["depth"] for row in rows]
+                line(axes, depths, [row["models"][index][part] for row in rows], index, name)
+            axes.axhline(0, color="black", linewidth=0.8)
+            finish(axes, "depth of the answer (% of the text)", f"signed share of attention: {part}")
+        depth = min(self.depth, key=lambda depth: abs(depth - 0.5))
+        details = [outcomes[f"{depth} 0"].detail for outcomes in report.outcomes]
+        top = max(np.abs(detail["map"]).max() for detail in details)
+        for axes, name, detail in zip(maps, report.names, details, strict=True):
+            values = np.array(detail["map"])
+            layers, bins = values.shape
+            numbers = [str(layer) if layer % 5 == 0 else "" for layer in range(layers)]
+            picture = heat_map(axes, values, [], numbers, signed=True, limits=(-top, top))
+            first, last = np.floor(detail["answer"][0] * bins), np.ceil(detail["answer"][1] * bins)
+            frame = Rectangle((first - 0.5, -0.5), last - first, layers, fill=False, edgecolor="#009E73", linewidth=2)
+            axes.add_patch(frame)
+            axes.set_xticks(np.linspace(-0.5, bins - 0.5, 5), [f"{at} %" for at in range(0, 101, 25)])
+            axes.invert_yaxis()
+            figure.colorbar(picture, ax=axes, label="signed share of the layer's Σ|a|")
+            finish(axes, "position in the text, the answer framed", "layer", name)
+            axes.grid(visible=False)

@@ -1,0 +1,186 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Activation outliers: the largest attention logits and hidden states, beside their median."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Annotated, Any, ClassVar
+
+import torch
+import typer
+from matplotlib.ticker import LogFormatter
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from diffllama.evaluation.attention import AttentionCall, watched
+from diffllama.evaluation.data import Source, texts
+from diffllama.evaluation.figures import COLOURS, finish, panels
+from diffllama.evaluation.models import Subject
+from diffllama.evaluation.runs import Outcome, Probe, Report, Row
+
+
+RANKS = (1, 2, 3, 10, 100)
+"""Which of the largest magnitudes the report names."""
+
+DROPPED_BITS = 16
+"""So many last bits of a float32 are not counted apart: a sign bit, 8 bits of exponent and 7 of mantissa are left."""
+
+BINS = 1 << (31 - DROPPED_BITS)
+
+
+class Magnitudes:
+    """The largest of many absolute values, and how many have which leading bits.
+
+    Attributes:
+        top: the largest, at most `max(RANKS)` of them, in descending order; exact, in float32.
+        counts: how many values have each of the leading bits, [BINS].
+    """
+
+    def __init__(self, top: Sequence[float] = (), bits: Sequence[int] = (), counts: Sequence[int] = ()) -> None:
+        self.top = torch.tensor(top, dtype=torch.float32)
+        self.counts = torch.zeros(BINS, dtype=torch.int64)
+        self.counts[torch.tensor(bits, dtype=torch.int64)] = torch.tensor(counts, dtype=torch.int64)
+
+    def add(self, values: torch.Tensor) -> None:
+        """Adds values of any shape."""
+        values = values.abs().float().flatten()
+        largest = values.topk(min(max(RANKS), len(values))).values
+        counts = torch.bincount(values.view(torch.int32) >> DROPPED_BITS, minlength=BINS)
+        self._add(largest.cpu(), counts.cpu())
+
+    def __iadd__(self, other: "Magnitudes") -> "Magnitudes":
+        self._add(other.top, other.counts)
+        return self
+
+    def _add(self, top: torch.Tensor, counts: torch.Tensor) -> None:
+        self.top = torch.cat((self.top, top)).sort(descending=True).values[: max(RANKS)]
+        self.counts += counts
+
+    @property
+    def median(self) -> float:
+        """The lower median to 0.4 % (2**-8): the middle of the values with its leading bits."""
+        bits = int((2 * self.counts.cumsum(0) < self.counts.sum()).sum())
+        middle = (bits << DROPPED_BITS) + (1 << (DROPPED_BITS - 1))
+        return torch.tensor(middle, dtype=torch.int32).view(torch.float32).item()
+
+    def values(self) -> dict[str, float]:
+        """The numbers of the report, of at least `max(RANKS)` values."""
+        return {f"top-{rank}": self.top[rank - 1].item() for rank in RANKS} | {"median": self.median}
+
+    def detail(self) -> dict[str, list[Any]]:
+        """As JSON keeps it: the arguments that make it again."""
+        bits = self.counts.nonzero()[:, 0]
+        return {"top": self.top.tolist(), "bits": bits.tolist(), "counts": self.counts[bits].tolist()}
+
+
+def magnitudes(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, Magnitudes]:
+    """Of all attention logits and all layers' outputs, for token ids [1, n]; in blocks of queries, layer by layer."""
+    logits, states = Magnitudes(), Magnitudes()
+
+    def look(call: AttentionCall) -> None:
+        for rows in call.blocks():
+            logits.add(call.logits(rows)[0][:, call.visible(rows)[0, 0]])
+
+    def hook(layer: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        states.add(output)
+
+    layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    hooks = [layer.register_forward_hook(hook) for layer in layers]
+    try:
+        with torch.inference_mode(), watched(model, look):
+            model(ids, use_cache=False, logits_to_keep=1)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return {"attention logits": logits, "hidden states": states}
+
+
+@dataclass(kw_only=True)
+class Outliers(Probe[list[int]]):
+    """Largest magnitudes and median of attention logits and hidden states.
+
+    Attention logits are |q·k| · scaling of every layer and head, in a differential one of both maps, for every pair of
+    a query and a key that it sees. Hidden states are all elements of every layer's output, after both residuals. So
+    say the authors (microsoft/unilm, issue 1666). The paper does not say how its text is cut. Here it is in pieces of
+    equal length, each after the tokenizer's token of beginning: the first of every text, then the second, and so on.
+
+    The largest are exact, the median to 0.4 %. There are no bootstrap intervals, for no resample has a value larger
+    than the largest. One large key makes a large logit with every query that sees it: all of them count. So do both
+    maps of a head: of an exact conversion every logit comes twice, and its top-2 is the original's top-1.
+
+    Args:
+        tokens: how many, rounded up to whole pieces; fewer if the texts, in equal parts, have no more.
+        length: tokens of a piece.
+    """
+
+    command: ClassVar[str] = "outliers"
+    paper: ClassVar[str] = "section 3.7, table 5"
+    dataset: ClassVar[str] = "novels"
+    intervals: ClassVar[bool] = False
+
+    tokens: Annotated[int, typer.Option(min=1, help="So many tokens, if there are; the paper has 400000.")] = 8192
+    length: Annotated[int, typer.Option(min=16, help="Tokens of each piece of a text.")] = 1024
+
+    def samples(self, source: Source | None, subject: Subject) -> Mapping[str, list[int]]:
+        """Pieces of texts, as token ids."""
+        assert source is not None
+        found, pieces, size = texts(source), -(-self.tokens // self.length), self.length - len(subject.prefix)
+        each = -(-pieces // len(found))
+        ids = {name: subject.encode(text[: 16 * size * each]) for name, text in found.items()}
+        samples = {
+            f"{name} {start}": subject.prefix + ids[name][start : start + size]
+            for start in range(0, size * each, size)
+            for name in found
+            if start + size <= len(ids[name])
+        }
+        if not samples:
+            raise ValueError(f"No text in {source.path} has {self.length:,} tokens. Ask for fewer with --length.")
+        return dict(islice(samples.items(), pieces))
+
+    def measure(self, subject: Subject, samples: Mapping[str, list[int]]) -> Iterator[Outcome]:
+        """Keeps of each piece what adds up to the report."""
+        for name, ids in samples.items():
+            found = magnitudes(subject.model, subject.tensor(ids))
+            yield Outcome(name, [], {kind: one.detail() for kind, one in found.items()})
+
+    def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
+        """A row for each kind of activation, of all pieces together."""
+        rows = []
+        for kind, models in together(measured).items():
+            values = [one.values() for one in models]
+            row: Row = {
+                "cell": {"activation": kind},
+                "samples": len(measured[0]),
+                "models": [{metric: {"mean": value} for metric, value in one.items()} for one in values],
+            }
+            if len(values) == 2:
+                row["difference"] = {metric: {"mean": values[1][metric] - values[0][metric]} for metric in values[0]}
+            rows.append(row)
+        return rows
+
+    def draw(self, report: Report, figure: Any) -> None:
+        """Magnitudes by rank, and the median as a dashed line, for each kind of activation."""
+        activations = together(report.outcomes)
+        for axes, (kind, models) in zip(panels(figure, len(activations)), activations.items(), strict=True):
+            for index, (name, one) in enumerate(zip(report.names, models, strict=True)):
+                style: dict[str, Any] = {"color": COLOURS[index], "linewidth": 3 / (index + 1)}  # equal ones: both seen
+                axes.plot(range(1, max(RANKS) + 1), one.top, **style, label=f"{name}, largest")
+                axes.axhline(one.median, **style, linestyle="--", label=f"{name}, median")
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            axes.set_xticks(RANKS, [str(rank) for rank in RANKS])
+            for labelled in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+                labelled(LogFormatter())
+            finish(axes, "rank of the magnitude", "magnitude", kind)
+
+
+def together(measured: Sequence[Mapping[str, Outcome]]) -> dict[str, list[Magnitudes]]:
+    """Kind of activation -> for each model, the magnitudes of all its samples."""
+    kinds: dict[str, list[Magnitudes]] = {}
+    for index, outcomes in enumerate(measured):
+        for outcome in outcomes.values():
+            for kind, detail in outcome.detail.items():
+                models = kinds.setdefault(kind, [Magnitudes() for _ in measured])
+                models[index] += Magnitudes(**detail)
+    return kinds

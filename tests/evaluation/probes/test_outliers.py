@@ -1,0 +1,212 @@
+"""Largest magnitudes and medians of hand-made tensors and planted models, and of whole maps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from planted import planted
+from subjects import KINDS, tiny_subject
+from tiny import tiny_model, tokens
+
+from diffllama.evaluation import attention
+from diffllama.evaluation.data import Source
+from diffllama.evaluation.models import Subject
+from diffllama.evaluation.probes.outliers import RANKS, Magnitudes, Outliers, magnitudes
+from diffllama.evaluation.runs import Candidate, Report, run
+
+
+RESOLUTION = 2**-8
+
+
+def test_order_statistics_of_a_thousand_numbers() -> None:
+    """±1 to ±1000 in any order: the k-th largest is 1001 - k, the lower median 500."""
+    values = (torch.randperm(1000) + 1) * (-1.0) ** torch.arange(1000)
+    found = Magnitudes()
+    found.add(values.reshape(10, 4, 25))
+    numbers = found.values()
+    assert numbers.pop("median") == pytest.approx(500, rel=RESOLUTION)
+    assert numbers == {"top-1": 1000, "top-2": 999, "top-3": 998, "top-10": 991, "top-100": 901}
+    assert found.top.tolist() == list(range(1000, 900, -1))
+    assert found.counts.sum() == 1000
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e4, 1e30])
+@pytest.mark.parametrize("count", [1, 2, 999, 1000])
+def test_the_median_is_right_to_its_resolution(count: int, scale: float) -> None:
+    values = torch.randn(count, generator=torch.Generator().manual_seed(count)) * scale
+    found = Magnitudes()
+    found.add(values)
+    assert found.median == pytest.approx(values.abs().median().item(), rel=RESOLUTION)  # torch's is the lower one too
+
+
+def test_magnitudes_add_up_and_survive_json() -> None:
+    values = torch.randn(5000, generator=torch.Generator().manual_seed(0)).exp()
+    whole, parts, total = Magnitudes(), Magnitudes(), Magnitudes()
+    whole.add(values)
+    for part in values.split(37):  # fewer than the ranks
+        parts.add(part)
+    for part in values.split(1500):
+        one = Magnitudes()
+        one.add(part)
+        total += Magnitudes(**json.loads(json.dumps(one.detail())))
+    assert whole.detail() == parts.detail() == total.detail()
+    assert whole.top.tolist() == values.sort(descending=True).values[:100].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_planted_key_and_a_planted_state(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 50 tokens two are markers, the 46th and the 49th: 5 + 2 queries see them, in 2 layers and all maps.
+
+    The first maps score them 12, the second -3, everything else 0.
+    """
+    monkeypatch.setattr(attention, "BLOCK_BYTES", 7000)
+    subject = planted(kind, markers="7", score=12, second=-3)
+    embeddings = subject.model.get_input_embeddings().weight.data
+    embeddings[subject.encode("!"), :2] = torch.tensor([900.0, -900])
+    found = magnitudes(subject.model, subject.tensor(subject.encode("!" + "a" * 44 + "7aa7a")))
+    maps = 4 * 2 if kind == "llama" else 8 * 2  # heads or maps of both layers
+    logits, states = found["attention logits"], found["hidden states"]
+    assert logits.counts.sum() == maps * 50 * 51 // 2
+    high = 7 * (maps if kind == "llama" else maps // 2)
+    expected = [12.0] * high + ([] if kind == "llama" else [3.0] * high) + [0.0] * 100
+    assert logits.top.tolist() == pytest.approx(expected[:100], rel=1e-4, abs=1e-5)
+    assert logits.median < 1e-38
+    assert states.counts.sum() == 2 * 50 * 64
+    assert states.top.tolist() == [900.0] * 4 + [1.0] * 96
+    assert states.median < 1e-38
+
+
+def true_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Magnitudes of all scores that a query sees, from the weights, without rotation."""
+    states = model(ids, output_hidden_states=True).hidden_states
+    n, found = ids.shape[1], []
+    for layer, x in zip(model.model.layers, states[:-1], strict=True):
+        own = layer.self_attn
+        width = own.map_dim if model.config.model_type == "diff_llama" else own.head_dim
+        queries, keys = (
+            projection(layer.input_layernorm(x))[0].unflatten(-1, (-1, width)).transpose(0, 1)
+            for projection in (own.q_proj, own.k_proj)
+        )  # [maps, n, width], [keys, n, width]
+        pairs = 2 if model.config.model_type == "diff_llama" and own.diff_variant == "v1" else 1
+        for index, query in enumerate(queries):
+            head = index // pairs // (len(queries) // len(keys)) * pairs + index % pairs
+            scores = query @ keys[head].T / width**0.5
+            found.append(scores[torch.ones(n, n).tril().bool()].abs())
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_magnitudes_are_those_of_all_scores_and_states(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "BLOCK_BYTES", 5000)
+    model, ids = tiny_subject(kind).model, tokens(1, 40)
+    model.model.rotary_emb.inv_freq.zero_()
+    found = magnitudes(model, ids)
+    assert not any(module._forward_hooks for module in model.modules())
+    model.model.norm = torch.nn.Identity()  # so that the last states are the last layer's output
+    with torch.no_grad():
+        states = torch.stack(model(ids, output_hidden_states=True).hidden_states[1:])
+        expected = {"attention logits": true_logits(model, ids), "hidden states": states.flatten().abs()}
+    for what, values in expected.items():
+        assert found[what].counts.sum() == len(values)
+        torch.testing.assert_close(found[what].top, values.sort(descending=True).values[:100], rtol=1e-4, atol=1e-4)
+        assert found[what].median == pytest.approx(values.median().item(), rel=RESOLUTION + 1e-4)
+
+
+def test_pairs_outside_a_window_are_not_counted() -> None:
+    window = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    found = magnitudes(tiny_model("v1", **window), tokens(1, 20))
+    assert found["attention logits"].counts.sum() == 8 * ((1 + 2 + 3 + 17 * 4) + 20 * 21 // 2)
+
+
+def test_no_more_than_a_block_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 300 queries, keys and 8 maps, ten queries at a time."""
+    monkeypatch.setattr(attention, "BLOCK_BYTES", 10 * 8 * 300 * 4)
+    sizes: list[int] = []
+    add = Magnitudes.add
+    monkeypatch.setattr(Magnitudes, "add", lambda self, values: (sizes.append(values.numel()), add(self, values))[1])
+    magnitudes(tiny_model("v2"), tokens(1, 300))
+    assert len(sizes) == 2 * 30 + 2
+    assert max(sizes) <= 10 * 8 * 300
+
+
+def texts_of(folder: Path, **texts: str) -> Path:
+    folder.mkdir()
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_text(text)
+    return folder
+
+
+def test_pieces_are_of_every_text_in_turn(tmp_path: Path) -> None:
+    subject = tiny_subject("llama")
+    data = texts_of(tmp_path / "texts", a="abcdefgh" * 8, b="ijklmnop" * 3, c="q" * 15)
+
+    def pieces(tokens: int) -> dict[str, str]:
+        samples = Outliers(tokens=tokens, length=16).samples(Source(data, built_in=False), subject)
+        return {name: subject.tokenizer.decode(ids) for name, ids in samples.items()}
+
+    whole = {"a.txt 0": "abcdefgh" * 2, "b.txt 0": "ijklmnop" * 2, "a.txt 16": "abcdefgh" * 2}
+    assert pieces(1) == pieces(16) == dict(list(whole.items())[:1])
+    assert pieces(17) == dict(list(whole.items())[:2])
+    assert pieces(64) == whole  # a fourth would be of text c
+
+
+def measured(subjects: list[Subject], output: Path, data: Path | None = None, **settings: Any) -> Report:
+    candidates = [Candidate(one.name, {"name": one.name}, lambda one=one: one) for one in subjects]
+    return run(Outliers(**{"tokens": 96, "length": 32} | settings), candidates, output=output, data=data)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_model_can_be_probed(kind: str, tmp_path: Path) -> None:
+    report = measured([tiny_subject(kind)], tmp_path)
+    assert [row["cell"]["activation"] for row in report.rows] == ["attention logits", "hidden states"]
+    for row in report.rows:
+        numbers = row["models"][0]
+        assert row["samples"] == 3
+        assert list(numbers) == [*(f"top-{rank}" for rank in RANKS), "median"]
+        assert all(set(number) == {"mean"} for number in numbers.values())
+        assert numbers["top-1"]["mean"] > numbers["top-100"]["mean"] > numbers["median"]["mean"] > 0
+    assert json.loads((tmp_path / "results.json").read_text())["rows"] == report.rows
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_two_models_are_compared_in_a_run_that_goes_on(tmp_path: Path) -> None:
+    subjects = [planted("llama", markers=" ", score=12), planted("v1", markers=" ", score=12, second=-3)]
+    report = measured(subjects, tmp_path)
+    numbers = report.rows[0]
+    assert numbers["models"][0]["top-1"]["mean"] == pytest.approx(12, rel=1e-4)
+    assert numbers["difference"]["top-1"]["mean"] == pytest.approx(0, abs=1e-3)
+    kept = tmp_path / "samples-1.jsonl"
+    lines = kept.read_text().splitlines(keepends=True)
+    kept.write_text("".join(lines[:2]))  # one sample of three, after the header
+    assert measured(subjects, tmp_path).rows == report.rows
+    assert kept.read_text() == "".join(lines)
+
+
+def test_all_pieces_count_together(tmp_path: Path) -> None:
+    """Three pieces of 16 letters, a seventh of one, a first of another: 10 and 16 queries see them in 4 · 2 maps."""
+    data = texts_of(tmp_path / "texts", a="abcdef7hijklmnop" + "7bcdefghijklmnop" + "abcdefghijklmnop")
+    report = measured([planted("llama", markers="7", score=5)], tmp_path / "out", data, tokens=48, length=16)
+    numbers = report.rows[0]["models"][0]
+    assert numbers["top-100"]["mean"] == pytest.approx(5, rel=1e-4)
+    counts: dict[int, int] = {}
+    for outcome in report.outcomes[0].values():
+        detail = outcome.detail["attention logits"]
+        for bits, count in zip(detail["bits"], detail["counts"], strict=True):
+            counts[bits] = counts.get(bits, 0) + count
+    assert sum(count for bits, count in counts.items() if bits > 16000) == 26 * 8
+    assert sum(counts.values()) == 3 * 8 * 16 * 17 // 2
+
+
+def test_a_length_that_no_text_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"No text in .* has 100,000 tokens. Ask for fewer with --length"):
+        measured([tiny_subject("llama")], tmp_path, length=100_000)
+
+
+def test_a_model_that_fails_keeps_no_hook_and_is_not_watched() -> None:
+    model = tiny_subject("v1").model
+    with pytest.raises(IndexError):
+        magnitudes(model, torch.full((1, 20), 10_000))
+    assert not any(module._forward_hooks for module in model.modules())
+    assert model.config._attn_implementation == "sdpa"
