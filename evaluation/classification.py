@@ -1,0 +1,256 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Classification by a language model: texts with their classes, and answers that can only be a class."""
+
+import copy
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import DynamicCache
+
+from diffllama.evaluation.data import Source, read_text
+from diffllama.evaluation.likelihood import CHUNK, batches
+from diffllama.evaluation.models import Subject
+
+
+TaskName = Literal["trec", "trec-fine", "banking77", "clinc150"]
+
+COARSE = {
+    "ABBR": "abbreviation",
+    "DESC": "description",
+    "ENTY": "entity",
+    "HUM": "human",
+    "LOC": "location",
+    "NUM": "numeric",
+}
+"""TREC's coarse codes -> what a model reads."""
+
+FINE = {
+    "abb": "abbreviation",
+    "cremat": "creation",
+    "def": "definition",
+    "desc": "description",
+    "dismed": "disease",
+    "dist": "distance",
+    "exp": "expansion",
+    "gr": "group",
+    "ind": "individual",
+    "instru": "instrument",
+    "lang": "language",
+    "mount": "mountain",
+    "ord": "order",
+    "perc": "percent",
+    "techmeth": "technique",
+    "temp": "temperature",
+    "termeq": "term",
+    "veh": "vehicle",
+    "volsize": "size",
+}
+"""TREC's fine codes that are no words -> what a model reads."""
+
+BATCH_TOKENS = 8192
+"""At most so many tokens are in the caches of the questions that are answered together (or one question's)."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A text and its class, both on one line."""
+
+    text: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set and how a model is asked about it.
+
+    Args:
+        read: training and test examples of a file or folder.
+        text: the word before a text. label: the word before its class.
+    """
+
+    read: Callable[[Source], tuple[list[Example], list[Example]]]
+    text: str
+    label: str
+
+
+def example(text: str, label: str, where: str) -> Example:
+    """An example whose white space is single spaces; a `ValueError` that says where a part of it is missing."""
+    made = Example(" ".join(text.split()), " ".join(label.replace("_", " ").split()))
+    if not made.text or not made.label:
+        raise ValueError(f"{where} has no {'class' if made.text else 'text'}.")
+    return made
+
+
+def train_and_test(source: Source, train: Sequence[str], test: Sequence[str]) -> tuple[Path, Path]:
+    """The two files of a folder, each the first that there is of these names."""
+    if source.path.is_file():
+        raise ValueError(f"{source.path} is one file. Name the folder with {train[0]} and {test[0]} with --data.")
+    return source.file(*train), source.file(*test)
+
+
+def read_trec(source: Source, fine: bool) -> tuple[list[Example], list[Example]]:
+    """TREC's questions: lines `COARSE:fine question` in Latin-1.
+
+    Classes are the coarse ones, such as `location`, or the fine ones after them, such as `location city`.
+    """
+    train, test = train_and_test(source, ("train.txt", "train_5500.label"), ("test.txt", "TREC_10.label"))
+
+    def examples(file: Path) -> Iterator[Example]:
+        for number, line in enumerate(read_text(file, "latin-1").split("\n"), 1):
+            if not line.strip():
+                continue
+            match = re.match(r"(\w+):(\w+)\s+(.+)", line)
+            if not match or match[1] not in COARSE:
+                raise ValueError(
+                    f"{file}, line {number}: a line is `COARSE:fine question`, COARSE one of {', '.join(COARSE)}, "
+                    f"not `{line[:40]}`."
+                )
+            name = COARSE[match[1]]
+            yield example(match[3], f"{name} {FINE.get(match[2], match[2])}" if fine else name, f"{file}:{number}")
+
+    return list(examples(train)), list(examples(test))
+
+
+def read_banking(source: Source) -> tuple[list[Example], list[Example]]:
+    """Banking77's queries: CSV with the columns `text` and `category`."""
+
+    def examples(file: Path) -> Iterator[Example]:
+        try:
+            rows = list(csv.DictReader(io.StringIO(read_text(file))))
+        except csv.Error as error:
+            raise ValueError(f"{file} is not CSV: {error}") from error
+        for number, row in enumerate(rows, 1):
+            if "text" not in row or "category" not in row:
+                raise ValueError(f"{file} must have the columns text and category: it has {', '.join(map(str, row))}.")
+            yield example(row["text"] or "", row["category"] or "", f"{file}, row {number},")
+
+    train, test = train_and_test(source, ("train.csv",), ("test.csv",))
+    return list(examples(train)), list(examples(test))
+
+
+def read_clinc(source: Source) -> tuple[list[Example], list[Example]]:
+    """CLINC150's utterances: JSON with lists `train` and `test` of [text, intent], without those out of scope."""
+    file = source.file("data_full.json")
+    try:
+        whole = json.loads(read_text(file))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+
+    def examples(part: str) -> Iterator[Example]:
+        rows = whole.get(part) if isinstance(whole, dict) else None
+        if not isinstance(rows, list):
+            raise ValueError(f"{file} must be a JSON object with lists `train` and `test` of [text, intent].")
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row, list) or len(row) != 2 or not all(isinstance(one, str) for one in row):
+                raise ValueError(f"{file}, row {number} of `{part}`: a row is [text, intent], not {json.dumps(row)}.")
+            yield example(row[0], row[1], f"{file}, row {number} of `{part}`,")
+
+    return list(examples("train")), list(examples("test"))
+
+
+TASKS: dict[TaskName, Task] = {
+    "trec": Task(lambda source: read_trec(source, fine=False), "Question", "Type"),
+    "trec-fine": Task(lambda source: read_trec(source, fine=True), "Question", "Type"),
+    "banking77": Task(read_banking, "query", "intent"),
+    "clinc150": Task(read_clinc, "utterance", "intent"),
+}
+"""The words before texts and classes are those of Bertsch et al. (arXiv 2405.00200)."""
+
+
+def read_examples(task: TaskName, source: Source) -> tuple[list[Example], list[Example]]:
+    """Training examples, without those whose text is also a test example's, and test examples.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is malformed, or a class of the test examples has no training example.
+    """
+    train, test = TASKS[task].read(source)
+    texts = {one.text for one in test}
+    train = [one for one in train if one.text not in texts]
+    if not test:
+        raise ValueError(f"{source.path} has no test examples.")
+    if unknown := {one.label for one in test} - {one.label for one in train}:
+        raise ValueError(f"{source.path} has test examples but no others of {', '.join(sorted(unknown))}.")
+    return train, test
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A question that has a class as its answer, as token ids.
+
+    Args:
+        context: what stands before the question. Prompts in a row that share it should have the same list.
+        question: up to where the answer begins.
+        options: each class's answer, none of which begins with another.
+    """
+
+    context: list[int]
+    question: list[int]
+    options: Mapping[str, list[int]]
+
+
+def option_ids(subject: Subject, before: str, answers: Mapping[str, str]) -> dict[str, list[int]]:
+    """Token ids of each class's answer after the text `before`.
+
+    Raises:
+        ValueError: the tokenizer makes one answer the beginning of another.
+    """
+    start = len(subject.encode(before))
+    options = {label: subject.encode(before + answer)[start:] for label, answer in answers.items()}
+    for (first, shorter), (second, longer) in pairwise(sorted(options.items(), key=lambda option: option[1])):
+        if longer[: len(shorter)] == shorter:
+            raise ValueError(f"The tokenizer of {subject.name} does not tell the classes {first} and {second} apart.")
+    return options
+
+
+@torch.inference_mode()
+def classify(subject: Subject, prompts: Sequence[Prompt]) -> Iterator[tuple[int, str]]:
+    """Greedy decoding, constrained to the options: in each step the likeliest token with which some option goes on.
+
+    A context is computed once for all its questions, and only what it adds to the context before it, if it begins with
+    that. Its keys and values are copied for each batch of questions.
+
+    Yields:
+        Index of the prompt and the class, batch by batch.
+    """
+    cache = DynamicCache(config=subject.model.config)
+    cached: list[int] = []
+    for context, group in groupby(range(len(prompts)), key=lambda index: prompts[index].context):
+        if context[: len(cached)] != cached:
+            cache, cached = DynamicCache(config=subject.model.config), []
+        for part in subject.tensor(context[len(cached) :]).split(CHUNK, dim=1):
+            subject.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cached = context
+        indices = list(group)
+        for rows in batches([len(context) + len(prompts[index].question) for index in indices], BATCH_TOKENS):
+            batch = [indices[row] for row in rows]
+            yield from zip(batch, _answers(subject, cache, [prompts[index] for index in batch]), strict=True)
+
+
+def _answers(subject: Subject, cache: DynamicCache, prompts: Sequence[Prompt]) -> list[str]:
+    """The classes of questions of equal length whose context is in the cache, which stays as it is."""
+    cache = copy.deepcopy(cache)
+    cache.batch_repeat_interleave(len(prompts))
+    left = [list(prompt.options) for prompt in prompts]  # the classes that an answer can still become
+    tokens, step = [prompt.question for prompt in prompts], 0
+    while any(len(labels) > 1 for labels in left):
+        ids = torch.tensor(tokens, device=subject.model.device)
+        logits = subject.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        for row, (prompt, labels) in enumerate(zip(prompts, left, strict=True)):
+            if len(labels) > 1:
+                allowed = sorted({prompt.options[label][step] for label in labels})
+                tokens[row] = [allowed[int(logits[row, allowed].argmax())]]
+                left[row] = [label for label in labels if prompt.options[label][step] == tokens[row][0]]
+            else:
+                tokens[row] = tokens[row][-1:]  # has its answer already: any token will do
+        step += 1
+    return [label for (label,) in left]

@@ -1,0 +1,144 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Many-shot classification: accuracy with more and more demonstrations in the context."""
+
+import random
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import typer
+
+from diffllama.evaluation.classification import TASKS, Example, Prompt, TaskName, classify, option_ids, read_examples
+from diffllama.evaluation.data import Source
+from diffllama.evaluation.figures import finish, line, panels
+from diffllama.evaluation.models import Subject
+from diffllama.evaluation.runs import Cell, Measurement, Outcome, Probe, Report
+
+
+SEPARATOR = "\n==\n"
+"""Between demonstrations. Every answer ends in it, so that no answer begins with another."""
+
+
+@dataclass(frozen=True)
+class Trial(Prompt):
+    """A prompt of a cell, and the class that is right."""
+
+    cell: Cell
+    label: str
+
+
+@dataclass(kw_only=True)
+class InContext(Probe[Trial]):
+    """Classification of test questions after demonstrations, training examples of the same data set.
+
+    Prompts and decoding are those of Bertsch et al. (arXiv 2405.00200), whose protocol the paper follows: `Question: …`
+    and `Type: …` for each demonstration, at the end a question without its type, and greedy decoding that is
+    constrained to the classes' names. Each demonstration is tokenised by itself. Training examples whose text is also a
+    test question are left out. CLINC150 is used without its texts that are out of scope.
+
+    Args:
+        task: the data set; TREC with its 6 coarse classes or with its 50 fine ones.
+        length: tokens that the longest prompt has at most, its answer included.
+        questions: how many test questions are drawn at random, not balanced by class; at most all.
+    """
+
+    task: Annotated[TaskName, typer.Option(help="Data set.")] = "trec"
+    length: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 1024
+    questions: Annotated[int, typer.Option(min=1, help="How many test questions.")] = 50
+
+    @property
+    def dataset(self) -> str:
+        """TREC is one data set, with whichever classes."""
+        return self.task.removesuffix("-fine")
+
+    @abstractmethod
+    def choose(self, train: list[Example]) -> Sequence[Example]:
+        """Training examples in the order in which they are taken for demonstrations, as long as they fit."""
+
+    @abstractmethod
+    def arrange(self, demonstrations: list[Example]) -> Iterator[tuple[Cell, Sequence[Example]]]:
+        """Demonstrations as they stand in each cell's context."""
+
+    def samples(self, source: Source | None, subject: Subject) -> Mapping[str, Trial]:
+        """Every test question in every cell.
+
+        Raises:
+            ValueError: not even one demonstration fits.
+        """
+        assert source is not None
+        train, test = read_examples(self.task, source)
+        words = TASKS[self.task]
+        labels = sorted({one.label for one in train})
+        options = option_ids(subject, f"{words.label}:", {label: f" {label}{SEPARATOR}" for label in labels})
+
+        def question(one: Example) -> list[int]:
+            return subject.encode(f"{words.text}: {one.text}\n{words.label}:")
+
+        picked = random.Random(f"{self.seed}:questions").sample(range(len(test)), min(self.questions, len(test)))
+        asked = {index: question(test[index]) for index in sorted(picked)}
+        room = self.length - len(subject.prefix) - max(map(len, asked.values())) - max(map(len, options.values()))
+        ids: dict[Example, list[int]] = {}
+        demonstrations = []
+        for one in self.choose(train):
+            ids[one] = question(one) + options[one.label]
+            room -= len(ids[one])
+            if room < 0:
+                break
+            demonstrations.append(one)
+        if not demonstrations:
+            raise ValueError(f"No demonstration fits into {self.length:,} tokens. Ask for more with --length.")
+        trials = {}
+        for cell, arranged in self.arrange(demonstrations):
+            context = subject.prefix + [token for one in arranged for token in ids[one]]
+            name = ", ".join(f"{key} {value}" for key, value in cell.items())
+            for index, tokens in asked.items():
+                trials[f"{name}, question {index}"] = Trial(context, tokens, options, cell, test[index].label)
+        return trials
+
+    def measure(self, subject: Subject, samples: Mapping[str, Trial]) -> Iterator[Outcome]:
+        """Accuracy: 1 for the right class, 0 for another."""
+        names, trials = list(samples), list(samples.values())
+        for index, answer in classify(subject, trials):
+            trial = trials[index]
+            yield Outcome(
+                names[index],
+                [Measurement(trial.cell, {"accuracy": float(answer == trial.label)})],
+                {"label": trial.label, "answer": answer},
+            )
+
+
+@dataclass(kw_only=True)
+class ManyShot(InContext):
+    """Accuracy with 1, 2, 4, … demonstrations, and with as many as fit into the length.
+
+    Demonstrations are drawn at random, not balanced by class, and a larger number begins with those of a smaller one.
+    There is one draw for each seed: intervals are over test questions, and the draw matters much where demonstrations
+    are few. The paper does not say how it draws.
+    """
+
+    command: ClassVar[str] = "icl"
+    paper: ClassVar[str] = "section 3.5, figure 6"
+
+    def choose(self, train: list[Example]) -> Sequence[Example]:
+        """All in a random order."""
+        return random.Random(f"{self.seed}:demonstrations").sample(train, len(train))
+
+    def arrange(self, demonstrations: list[Example]) -> Iterator[tuple[Cell, Sequence[Example]]]:
+        """The first 1, 2, 4, …, and all."""
+        count = len(demonstrations)
+        for shots in [2**power for power in range(count.bit_length()) if 2**power < count] + [count]:
+            yield {"task": self.task, "shots": shots}, demonstrations[:shots]
+
+    def draw(self, report: Report, figure: Any) -> None:
+        """One line a model, over demonstrations on a logarithmic axis."""
+        (axes,) = panels(figure, 1)
+        shots = [row["cell"]["shots"] for row in report.rows]
+        for index, name in enumerate(report.names):
+            line(axes, shots, [row["models"][index]["accuracy"] for row in report.rows], index, name)
+        axes.set_xscale("log", base=2)
+        powers = [count for count in shots if count.bit_count() == 1]
+        axes.set_xticks(powers, [f"{count:,}" for count in powers])
+        title = f"{self.task}, up to {shots[-1]:,} demonstrations"
+        finish(axes, "demonstrations", "accuracy (share of test questions)", title)

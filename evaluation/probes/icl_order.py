@@ -1,0 +1,146 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Order of demonstrations: how far the accuracy of a classification depends on it."""
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from operator import itemgetter
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import typer
+
+from diffllama.evaluation.classification import Example
+from diffllama.evaluation.figures import COLOURS, MARKERS, finish, panels
+from diffllama.evaluation.probes.icl import InContext
+from diffllama.evaluation.runs import RESAMPLES, Cell, Outcome, Report, Row, interval, resampled
+
+
+def shuffled(examples: Sequence[Example], draw: random.Random) -> list[Example]:
+    """All of them in a random order."""
+    return draw.sample(examples, len(examples))
+
+
+def by_class(examples: Sequence[Example], draw: random.Random) -> list[list[Example]]:
+    """The examples of each class, and the classes, in a random order."""
+    classes: dict[str, list[Example]] = {}
+    for one in shuffled(examples, draw):
+        classes.setdefault(one.label, []).append(one)
+    return draw.sample(list(classes.values()), len(classes))
+
+
+def alternate(examples: Sequence[Example], draw: random.Random) -> list[Example]:
+    """Each class at equal distances, its first example at a random place within the first distance.
+
+    Where all classes have equally many, one of each comes in turn, in the same order in every round.
+    """
+    places = []
+    for members in by_class(examples, draw):
+        start = draw.random()
+        places += [((number + start) / len(members), one) for number, one in enumerate(members)]
+    return [one for _, one in sorted(places, key=itemgetter(0))]
+
+
+def spread(accuracies: np.ndarray) -> dict[str, np.ndarray]:
+    """Of accuracies [..., orders]: their mean, the best, the worst, and how far these lie apart, each [...]."""
+    best, worst = accuracies.max(-1), accuracies.min(-1)
+    return {"accuracy": accuracies.mean(-1), "best": best, "worst": worst, "margin": best - worst}
+
+
+@dataclass(kw_only=True)
+class ShotOrder(InContext):
+    """Accuracy over permutations of the same demonstrations, in random order and alternating by class.
+
+    Demonstrations are as many as fit into the length, as nearly as possible equally many of each class. Both
+    arrangements have the same ones: `random` shuffles them, in `alternating` classes take turns (see `alternate`). The
+    paper does not say how it chooses them, nor how many there are.
+
+    Intervals are over test questions. The best and the worst of several orders lie apart even by chance, the farther
+    the fewer the questions, and resampling adds to that: intervals of a margin lie too high. Those of the difference
+    of two models do so less, for both are resampled alike.
+
+    Args:
+        orders: permutations of each arrangement, each with a seed of its own.
+    """
+
+    command: ClassVar[str] = "icl-order"
+    paper: ClassVar[str] = "section 3.5, figure 7"
+
+    orders: Annotated[int, typer.Option(min=2, help="Permutations of each arrangement.")] = 10
+
+    def choose(self, train: list[Example]) -> Sequence[Example]:
+        """One of each class in turn; a class that has no more is passed over."""
+        turns = zip_longest(*by_class(train, random.Random(f"{self.seed}:demonstrations")))
+        return [one for turn in turns for one in turn if one]
+
+    def arrange(self, demonstrations: list[Example]) -> Iterator[tuple[Cell, Sequence[Example]]]:
+        """Permutations of both arrangements."""
+        for arrangement, permute in (("random", shuffled), ("alternating", alternate)):
+            for order in range(self.orders):
+                draw = random.Random(f"{self.seed}:{arrangement}:{order}")
+                cell = {"task": self.task, "arrangement": arrangement, "shots": len(demonstrations), "order": order}
+                yield cell, permute(demonstrations, draw)
+
+    def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
+        """One for each arrangement; its `orders` are, for each model, the accuracy of every order.
+
+        Raises:
+            ValueError: two models have different numbers of demonstrations.
+        """
+        cells: dict[str, list[list[float]]] = {}  # by model, all questions of one order after those of another
+        for index, outcomes in enumerate(measured):
+            for outcome in outcomes.values():
+                (measurement,) = outcome.measurements
+                key = json.dumps({name: value for name, value in measurement.cell.items() if name != "order"})
+                cells.setdefault(key, [[] for _ in measured])[index].append(measurement.values["accuracy"])
+        rows = []
+        for key, by_model in cells.items():
+            if not all(by_model):
+                raise ValueError("The models' tokenizers fit different numbers of demonstrations: measure them apart.")
+            correct = [np.reshape(values, (self.orders, -1)) for values in by_model]
+            questions = correct[0].shape[1]
+            # the same questions for every model and order
+            picks = np.random.default_rng(self.seed).integers(questions, size=(RESAMPLES, questions))
+            accuracies = [values.mean(1) for values in correct]
+            found = [spread(one) for one in accuracies]
+            weights = np.ones(questions)
+            drawn = [spread(np.stack([resampled(one, weights, picks) for one in values], -1)) for values in correct]
+            row: Row = {
+                "cell": json.loads(key),
+                "samples": questions,
+                "models": [
+                    {metric: {"mean": float(mean)} | interval(some[metric]) for metric, mean in one.items()}
+                    for one, some in zip(found, drawn, strict=True)
+                ],
+                "orders": [one.tolist() for one in accuracies],
+            }
+            if len(measured) == 2:
+                row["difference"] = {
+                    metric: {"mean": float(found[1][metric] - found[0][metric])}
+                    | interval(drawn[1][metric] - drawn[0][metric])
+                    for metric in found[0]
+                }
+            rows.append(row)
+        return rows
+
+    def draw(self, report: Report, figure: Any) -> None:
+        """A panel for each arrangement: a dot for each order, lines at each model's best and worst."""
+        both = panels(figure, len(report.rows), width=4.2)
+        both[1].sharey(both[0])
+        for axes, row in zip(both, report.rows, strict=True):
+            for index, values in enumerate(row["orders"]):
+                places = index + np.linspace(-0.2, 0.2, len(values))
+                axes.scatter(places, values, color=COLOURS[index % 7], marker=MARKERS[index % 7], zorder=2)
+                for edge in ("best", "worst"):
+                    level = row["models"][index][edge]["mean"]
+                    axes.hlines(level, index - 0.3, index + 0.3, color=COLOURS[index % 7], linestyle="dashed")
+            margins = [model["margin"]["mean"] for model in row["models"]]
+            ticks = [f"{name}\nmargin {margin:.3f}" for name, margin in zip(report.names, margins, strict=True)]
+            axes.set_xticks(range(len(ticks)), ticks)
+            axes.set_xlim(-0.6, len(ticks) - 0.4)
+            cell = row["cell"]
+            title = f"{cell['task']}, {cell['shots']:,} demonstrations, {cell['arrangement']}"
+            finish(axes, "", "accuracy (share of test questions)", title)

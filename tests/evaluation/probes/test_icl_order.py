@@ -1,0 +1,137 @@
+"""Orders of demonstrations, and models of which it is known how much they heed them."""
+
+import json
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ruled import ruled
+from subjects import KINDS, tiny_subject
+
+from diffllama.evaluation.classification import Example
+from diffllama.evaluation.data import find
+from diffllama.evaluation.models import Subject
+from diffllama.evaluation.probes.icl import SEPARATOR
+from diffllama.evaluation.probes.icl_order import ShotOrder, alternate, spread
+from diffllama.evaluation.runs import Candidate, Report, run
+
+
+def measured(output: Path, *loads: Callable[[], Subject], data: Path | None = None, **settings: Any) -> Report:
+    candidates = [Candidate(f"model {number}", {}, load) for number, load in enumerate(loads)]
+    return run(ShotOrder(**settings), candidates, output=output, data=data)
+
+
+def echo() -> Subject:
+    """Answers what the last demonstration does."""
+    return ruled(lambda text: text.split(SEPARATOR)[-2].split("Type:")[1] + SEPARATOR, after="Type:")
+
+
+def steady() -> Subject:
+    """Answers `human`, whatever the demonstrations are."""
+    return ruled(lambda _: " human" + SEPARATOR, after="Type:")
+
+
+def trec(folder: Path) -> Path:
+    """Two classes; 6 of 8 test questions are of one, 2 of the other."""
+    train = [f"{code} question {number}" for number in range(10) for code in ("HUM:ind", "LOC:city")]
+    test = ["HUM:ind"] * 6 + ["LOC:city"] * 2
+    (folder / "train.txt").write_text("\n".join(train))
+    (folder / "test.txt").write_text("\n".join(f"{code} asked {number}" for number, code in enumerate(test)))
+    return folder
+
+
+def test_classes_take_turns() -> None:
+    examples = [Example(text, text[0]) for text in ("a0", "a1", "a2", "b0", "b1", "b2", "c0", "c1", "c2")]
+    orders = [alternate(examples, random.Random(seed)) for seed in range(30)]
+    for order in orders:
+        assert sorted(order, key=lambda one: one.text) == examples
+        labels = [one.label for one in order]
+        assert labels == 3 * labels[:3]
+        assert set(labels[:3]) == {"a", "b", "c"}
+    assert {order[0] for order in orders} == set(examples)  # any class can be the first, and any of its examples
+
+
+def test_a_larger_class_takes_more_turns() -> None:
+    examples = [Example(text, text[0]) for text in ("a0", "a1", "a2", "a3", "a4", "a5", "b0", "b1", "b2")]
+    orders = {"".join(one.label for one in alternate(examples, random.Random(seed))) for seed in range(30)}
+    assert orders == {"baabaabaa", "abaabaaba", "aabaabaab"}
+
+
+def test_spread() -> None:
+    found = spread(np.array([[0.25, 0.75, 0.5], [1.0, 1.0, 1.0]]))
+    assert {metric: values.tolist() for metric, values in found.items()} == {
+        "accuracy": [0.5, 1.0],
+        "best": [0.75, 1.0],
+        "worst": [0.25, 1.0],
+        "margin": [0.5, 0.0],
+    }
+
+
+def test_all_orders_have_the_same_demonstrations(tmp_path: Path) -> None:
+    subject = echo()
+    trials = ShotOrder(length=350, orders=5).samples(find("trec", trec(tmp_path)), subject).values()
+    contexts = {(one.cell["arrangement"], one.cell["order"]): one.context for one in trials}
+    assert len(contexts) == 10
+    assert len({tuple(context) for context in contexts.values()}) == 10
+    blocks = {key: subject.tokenizer.decode(context).split(SEPARATOR)[:-1] for key, context in contexts.items()}
+    assert len({tuple(sorted(some)) for some in blocks.values()}) == 1
+    assert {one.cell["shots"] for one in trials} == {8}
+    for (arrangement, _), some in blocks.items():
+        labels = [block.split("Type:")[1] for block in some]
+        assert labels.count(" human") == labels.count(" location") == 4
+        assert all(here != there for here, there in pairwise(labels)) == (arrangement == "alternating")
+
+
+def test_margins_of_models_that_heed_the_order_and_that_do_not(tmp_path: Path) -> None:
+    report = measured(tmp_path / "out", echo, steady, data=trec(tmp_path), length=600)
+    assert [row["cell"]["arrangement"] for row in report.rows] == ["random", "alternating"]
+    assert {row["cell"]["task"] for row in report.rows} == {"trec"}
+    for row in report.rows:
+        heeds, heeds_not = ({metric: value["mean"] for metric, value in one.items()} for one in row["models"])
+        assert row["samples"] == 8
+        assert (heeds["best"], heeds["worst"]) == (0.75, 0.25)  # the larger class comes last, or the other
+        assert heeds["margin"] == 0.5
+        assert len(row["orders"][0]) == 10
+        assert set(row["orders"][0]) == {0.25, 0.75}
+        assert heeds["accuracy"] == pytest.approx(sum(row["orders"][0]) / 10)
+        assert heeds_not == {"accuracy": 0.75, "best": 0.75, "worst": 0.75, "margin": 0}
+        assert row["orders"][1] == [0.75] * 10
+        assert row["difference"]["margin"]["mean"] == -0.5
+        assert row["difference"]["worst"]["mean"] == 0.5
+
+
+def test_intervals_are_of_the_same_questions_for_all_orders_and_models(tmp_path: Path) -> None:
+    # of 8 resampled questions k are of the larger class: the margin is |2k - 8| / 8, which is 0 in one resample of 12
+    report = measured(tmp_path / "out", echo, steady, data=trec(tmp_path), length=600)
+    for row in report.rows:
+        heeds, heeds_not = row["models"]
+        assert heeds["margin"] == {"mean": 0.5, "low": 0, "high": 1}
+        assert heeds_not["margin"] == {"mean": 0, "low": 0, "high": 0}
+        assert row["difference"]["margin"] == {"mean": -0.5, "low": -1, "high": 0}
+        assert row["difference"]["best"]["high"] == 0  # no order is better than the steady model's, unless k < 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_model_can_be_probed_and_a_run_goes_on(kind: str, tmp_path: Path) -> None:
+    settings = {"length": 300, "questions": 4, "orders": 2}
+    report = measured(tmp_path, lambda: tiny_subject(kind), **settings)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["rows"] == report.rows
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+    file = tmp_path / "samples-1.jsonl"
+    kept = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(kept[:-3]))
+    assert measured(tmp_path, lambda: tiny_subject(kind), **settings).rows == report.rows
+    assert sorted(file.read_text().splitlines(keepends=True)) == sorted(kept)
+
+
+def test_models_whose_tokenizers_fit_different_demonstrations(tmp_path: Path) -> None:
+    frugal = steady()
+    frugal.tokenizer.add_tokens(["Question: question"])
+    with pytest.raises(ValueError, match="tokenizers fit different numbers of demonstrations: measure them apart"):
+        measured(tmp_path / "out", steady, lambda: frugal, data=trec(tmp_path), length=400)

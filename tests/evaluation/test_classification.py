@@ -1,0 +1,200 @@
+"""Classification data as published, and answers that can only be a class, with a shared context and without."""
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from ruled import RuledModel, byte_tokenizer, ruled
+from subjects import KINDS, tiny_subject
+from tiny import EVERY_FEATURE, tiny_model
+
+from diffllama.evaluation import classification
+from diffllama.evaluation.classification import Example, Prompt, TaskName, classify, option_ids, read_examples
+from diffllama.evaluation.data import Source, find
+from diffllama.evaluation.models import Subject
+
+
+def trec(folder: Path, train: str, test: str) -> Source:
+    (folder / "train.txt").write_bytes(train.encode("latin-1"))
+    (folder / "test.txt").write_bytes(test.encode("latin-1"))
+    return Source(folder, built_in=False)
+
+
+def banking(folder: Path, train: str, test: str = "text,category\nWhy?,a\n") -> Source:
+    (folder / "train.csv").write_text(train)
+    (folder / "test.csv").write_text(test)
+    return Source(folder, built_in=False)
+
+
+def clinc(folder: Path, content: object) -> Source:
+    (folder / "data_full.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return Source(folder, built_in=False)
+
+
+@pytest.mark.parametrize("task", get_args(TaskName))
+def test_built_in_samples(task: TaskName) -> None:
+    train, test = read_examples(task, find(task.removesuffix("-fine"), None))
+    assert len(train) >= 30
+    assert {one.label for one in test} <= {one.label for one in train}
+    assert len({one.label for one in train}) >= (20 if task == "trec-fine" else 6)
+
+
+def test_trec(tmp_path: Path) -> None:
+    # a next-line character of Latin-1 ends no line, and one question is also in the test
+    train = "ENTY:dismed What  is\x85 caf\xe9 ?\r\nLOC:city Where ?\n\nLOC:mount Which hill ?\nLOC:city Who ?\n"
+    source = trec(tmp_path, train, "LOC:city Who ?\n")
+    coarse = [("What is caf\xe9 ?", "entity"), ("Where ?", "location"), ("Which hill ?", "location")]
+    assert read_examples("trec", source) == (
+        [Example(*one) for one in coarse],
+        [Example("Who ?", "location")],
+    )
+    train_examples, _ = read_examples("trec-fine", source)
+    assert [one.label for one in train_examples] == ["entity disease", "location city", "location mountain"]
+
+
+def test_banking(tmp_path: Path) -> None:
+    source = banking(tmp_path, 'text,category\n"\nMy card, please\n\n",get_card?\nWhere?,a\n')
+    assert read_examples("banking77", source) == (
+        [Example("My card, please", "get card?"), Example("Where?", "a")],
+        [Example("Why?", "a")],
+    )
+
+
+def test_clinc_without_what_is_out_of_scope(tmp_path: Path) -> None:
+    content = {"oos_train": [["x", "oos"]], "val": [["v", "b"]], "train": [["t", "a_b"]], "test": [["u", "a_b"]]}
+    source = clinc(tmp_path, content)
+    expected = [Example("t", "a b")], [Example("u", "a b")]
+    assert read_examples("clinc150", source) == expected
+    assert read_examples("clinc150", Source(tmp_path / "data_full.json", built_in=False)) == expected
+
+
+GOOD = "LOC:city Where ?\n"
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "message"),
+    [
+        (GOOD + "Who ?\n", GOOD, r"train.txt, line 2: a line is `COARSE:fine question`.* not `Who \?`"),
+        (GOOD, "PLACE:city Who ?\n", r"test.txt, line 1: .*COARSE one of ABBR, DESC.* not `PLACE:city Who \?`"),
+        (GOOD, "\n", "has no test examples"),
+        (GOOD, "HUM:ind Who ?\n", "has test examples but no others of human"),
+        (GOOD, GOOD, "has test examples but no others of location"),
+    ],
+)
+def test_malformed_trec(train: str, test: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_examples("trec", trec(tmp_path, train, test))
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ("query,intent\na,b\n", "train.csv must have the columns text and category: it has query, intent"),
+        ("text,category\na,b\nc\n", "train.csv, row 2, has no class"),
+        ("text,category\n,b\n", "train.csv, row 1, has no text"),
+        ('text,category\n"' + 200_000 * "a", "train.csv is not CSV"),
+    ],
+)
+def test_malformed_banking(train: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_examples("banking77", banking(tmp_path, train))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "data_full.json is not JSON"),
+        ([], "must be a JSON object with lists `train` and `test`"),
+        ({"train": [["a", "b"]]}, "must be a JSON object with lists `train` and `test`"),
+        ({"train": [["a", "b"], ["a"]], "test": []}, r"row 2 of `train`: a row is \[text, intent\], not \[\"a\"\]"),
+        ({"train": [["a", 1]], "test": []}, r"row 1 of `train`: a row is \[text, intent\], not \[\"a\", 1\]"),
+        ({"train": [["a", ""]], "test": []}, "row 1 of `train`, has no class"),
+    ],
+)
+def test_malformed_clinc(content: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_examples("clinc150", clinc(tmp_path, content))
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no train.txt or train_5500.label.*--data"):
+        read_examples("trec", Source(tmp_path, built_in=False))
+    trec(tmp_path, GOOD, GOOD)
+    with pytest.raises(ValueError, match=r"is one file. Name the folder with train.txt and test.txt with --data"):
+        read_examples("trec", Source(tmp_path / "train.txt", built_in=False))
+
+
+def answered(subject: Subject, questions: list[str], labels: list[str], context: str = "x") -> list[str]:
+    options = option_ids(subject, ":", {label: f" {label}\n" for label in labels})
+    shared = subject.encode(context)
+    prompts = [Prompt(shared, subject.encode(f"{question}:"), options) for question in questions]
+    return [label for _, label in sorted(classify(subject, prompts))]
+
+
+def test_answers_are_the_models_if_they_are_classes() -> None:
+    subject = ruled(lambda text: f" {text[-5:-1]}\n", after=":")
+    labels = ["time", "timer", "time ta", "date"]
+    subject_long = ruled(lambda text: " " + text[1:-1] + "\n", after=":")
+    assert answered(subject, ["time", "date"], labels) == ["time", "date"]
+    assert answered(subject_long, ["timer", "time", "time ta", "date"], labels) == ["timer", "time", "time ta", "date"]
+
+
+def test_a_model_that_prefers_the_impossible_is_forced_to_a_class() -> None:
+    # at any place z is likeliest, then the latest letter of the alphabet: of t(ar), t(ea) and a(le) it goes to t, e
+    alphabet = byte_tokenizer()
+    logits = {alphabet.encode(letter)[0]: float(ord(letter)) for letter in "abcdefghijklmnopqrstuvwxyz"}
+    subject = Subject(name="z", model=RuledModel(lambda _: logits, len(alphabet)).eval(), tokenizer=alphabet)
+    assert answered(subject, ["what", "why not"], ["tar", "ale", "tea"]) == ["tea", "tea"]
+
+
+def test_one_class_needs_no_model() -> None:
+    subject = Subject(name="none", model=tiny_subject("v1").model, tokenizer=byte_tokenizer())
+    assert answered(subject, ["a", "b"], ["only"]) == ["only", "only"]
+
+
+def test_classes_that_the_tokenizer_does_not_tell_apart() -> None:
+    subject = ruled(lambda _: "", "")
+    with pytest.raises(ValueError, match="tokenizer of ruled does not tell the classes time and timer apart"):
+        option_ids(subject, ":", {"date": "date", "timer": "timer", "time": "time"})
+
+
+@torch.inference_mode()
+def whole(subject: Subject, prompt: Prompt) -> str:
+    """Constrained greedy decoding that computes everything anew for every token."""
+    said: list[int] = []
+    while True:
+        left = {label: ids for label, ids in prompt.options.items() if ids[: len(said)] == said}
+        if len(left) == 1:
+            return next(iter(left))
+        logits = subject.model(subject.tensor(prompt.context + prompt.question + said), use_cache=False).logits[0, -1]
+        said.append(max({ids[len(said)] for ids in left.values()}, key=lambda token: logits[token].item()))
+
+
+def subjects() -> list[Subject]:
+    windows = tiny_model("v2", attn_implementation="sdpa", vocab_size=257, **EVERY_FEATURE)
+    named = Subject(name="windows", model=windows, tokenizer=byte_tokenizer())
+    return [*map(tiny_subject, KINDS), named]
+
+
+@pytest.mark.parametrize("subject", subjects(), ids=lambda subject: subject.name)
+def test_a_shared_context_changes_no_answer(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classification, "CHUNK", 16)
+    monkeypatch.setattr(classification, "BATCH_TOKENS", 200)
+    labels = [first + second for first in "abcdefghijklmnopqrstuvwxyz" for second in ("", "a", "e")]
+    options = option_ids(subject, ":", {label: f" {label}\n" for label in labels})
+    first = subject.encode("a sea: tide\nan hour: time\n")
+    contexts = [first, first + subject.encode("a day: date\n"), subject.encode("a friend: mate\na point: east\n")]
+    questions = ["bread", "a longer question", "cloud", "wheat", "another question", "rain", "x"]
+    prompts = [Prompt(context, subject.encode(f"{one}:"), options) for context in contexts for one in questions]
+    forwards: list[tuple[int, ...]] = []
+    handle = subject.model.register_forward_pre_hook(lambda _, inputs: forwards.append(tuple(inputs[0].shape)))
+    found = dict(classify(subject, prompts))
+    handle.remove()
+    expected = [whole(subject, prompt) for prompt in prompts]
+    assert [found[index] for index in range(len(prompts))] == expected
+    assert len(set(expected)) > 2  # of several classes, so that a wrong context would show
+    contexts_computed = [shape for shape in forwards if shape[1] in (16, 10, 12, 13)]  # no question is so long
+    assert contexts_computed == [(1, 16), (1, 10), (1, 12), (1, 16), (1, 13)]
+    assert max(rows for rows, _ in forwards) == 3  # questions of equal length are answered together
