@@ -1,0 +1,82 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A differential model and the Transformer that it is compared with, made for a probe, with random weights."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, ClassVar
+
+import torch
+import typer
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from diffllama import DiffLlamaConfig
+from diffllama.choices import Variant
+from diffllama.configuration import baseline, preset, preset_names
+from diffllama.evaluation.runs import Candidate, Probe, S
+
+
+SMALL = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+}
+"""A V1 for a laptop."""
+
+Pair = dict[str, PreTrainedModel]
+"""The models called transformer and diff."""
+
+
+@dataclass(kw_only=True)
+class Matched(Probe[S]):
+    """Measures a pair of models that it makes itself.
+
+    Args:
+        size: one of the paper's, or a small model.
+        variant: a V2 has as many heads, of the same width, as the Transformer; a V1 half as many, twice as wide.
+        device: as torch names it; the first GPU by default, if there is one.
+    """
+
+    loads_models: ClassVar[bool] = False
+
+    size: Annotated[str | None, typer.Option(help=f"{', '.join(preset_names())}; a small model by default.")] = None
+    variant: Annotated[Variant, typer.Option(help="Of the differential model.")] = "v1"
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; a GPU if there is one.")] = None
+
+    @property
+    def place(self) -> torch.device:
+        """Where the models are."""
+        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def configs(self, **fields: Any) -> dict[str, PretrainedConfig]:
+        """Of the two models, with these fields set otherwise."""
+        make = partial(partial(preset, self.size) if self.size else partial(DiffLlamaConfig, **SMALL), **fields)
+        diff = make()
+        if self.variant == "v2":
+            assert diff.num_key_value_heads is not None  # set when the configuration is made
+            assert diff.head_dim is not None
+            heads = {"num_attention_heads": diff.num_attention_heads, "num_key_value_heads": diff.num_key_value_heads}
+            doubled = {name: 2 * number for name, number in heads.items()}
+            diff = make(diff_variant="v2", head_dim=diff.head_dim // 2, **doubled)
+        return {"transformer": baseline(diff), "diff": diff}
+
+    def pair(self, dtype: str, **fields: Any) -> Candidate:
+        """Both models, their weights drawn after the same seed, with these fields set otherwise."""
+        configs = self.configs(**fields)
+
+        def build(config: PretrainedConfig) -> PreTrainedModel:
+            torch.manual_seed(self.seed)
+            return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+
+        def load() -> Pair:
+            with self.place:
+                return {name: build(config) for name, config in configs.items()}
+
+        with torch.device("meta"):
+            parameters = {name: build(config).num_parameters() for name, config in configs.items()}
+        facts = {"parameters": parameters, "dtype": dtype, "device": str(self.place)}
+        return Candidate(f"{self.variant} {self.size or 'small'}", facts, load)

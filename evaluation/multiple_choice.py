@@ -1,0 +1,98 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The paper's seven tasks of multiple choice, read from local files."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diffllama.evaluation.data import Source, field, read_rows, read_text
+
+
+TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbook_qa", "piqa", "winogrande")
+"""As their files are called."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A question and its answers, of which a model chooses the one that is most likely after its context.
+
+    Args:
+        id: unique within its task.
+        contexts: what stands before each answer: the question, once for each, or, in WinoGrande, the beginning of the
+            sentence with one of the names filled in.
+        continuations: the answers, each with the space before it; in WinoGrande the same end of the sentence twice.
+        gold: index of the right one.
+    """
+
+    id: str
+    contexts: list[str]
+    continuations: list[str]
+    gold: int
+
+
+def dataset_name(task: str) -> str:
+    """Under which name `find` has the data of a task."""
+    return "hellaswag" if task == "hellaswag" else "multiple_choice"
+
+
+def read(task: str, source: Source) -> list[Item]:
+    """The items of a task.
+
+    The prompts are the LM Evaluation Harness's but for what the files have otherwise: a passage of BoolQ begins with
+    "Passage: ", and the last words of HellaSwag's contexts have no capital.
+
+    Args:
+        task: one of `TASKS`.
+        source: a folder with `TASK.jsonl` or, for HellaSwag, `hellaswag_val_full.txt.bz2`; or such a file. Rows of the
+            former have `query`, `choices` and `gold`; WinoGrande's `context_options`, `continuation` and `gold`. A row
+            of the latter is six lines: context, number of the right ending, and four endings.
+
+    Raises:
+        FileNotFoundError: the folder has no such file.
+        ValueError: there is no such task, or the file has something else.
+    """
+    if task not in TASKS:
+        raise ValueError(f"There is no task {task}. There are: {', '.join(TASKS)}.")
+    if task == "hellaswag":
+        return _hellaswag(source.file("hellaswag_val_full.txt.bz2", "hellaswag_val_full.txt"))
+    file = source.file(f"{task}.jsonl")
+    items = []
+    for number, row in enumerate(read_rows(file)):
+        if task == "winogrande":
+            contexts, answers = field(row, "context_options", file), [field(row, "continuation", file)]
+        else:
+            contexts, answers = [field(row, "query", file)], field(row, "choices", file)
+        ask = "" if task in ("openbook_qa", "winogrande") else "\nAnswer:"  # those are beginnings of sentences
+        items.append(_item(f"{task}:{number}", contexts, answers, field(row, "gold", file), file, ask))
+    return items
+
+
+def _hellaswag(file: Path) -> list[Item]:
+    lines = read_text(file).rstrip("\n").split("\n")
+    if len(lines) % 6:
+        raise ValueError(f"{file} must have six lines a row, but has {len(lines):,} lines.")
+    items = []
+    for start in range(0, len(lines), 6):
+        context, gold, *endings = lines[start : start + 6]
+        number = int(gold) if gold.isdecimal() else gold
+        items.append(_item(f"hellaswag:{start // 6}", [context], endings, number, file))
+    return items
+
+
+def _item(name: str, contexts: Any, answers: Any, gold: Any, file: Path, ask: str = "") -> Item:
+    """An item of several answers to one context, or of several contexts of one answer."""
+    lists = isinstance(contexts, list) and isinstance(answers, list)
+    if not lists or not all(isinstance(text, str) and text.strip() for text in (*contexts, *answers)):
+        raise ValueError(
+            f"{file}: {name} must have a question and a list of answers, got {contexts!r} and {answers!r}."
+        )
+    choices = max(len(contexts), len(answers))
+    if gold not in range(choices):
+        raise ValueError(f"{file}: `gold` of {name} must be from 0 to {choices - 1}, got {gold!r}.")
+    return Item(
+        id=name,
+        contexts=[context.rstrip() + ask for context in contexts] * len(answers),
+        continuations=[f" {answer}" for answer in answers] * len(contexts),
+        gold=gold,
+    )

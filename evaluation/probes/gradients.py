@@ -1,0 +1,146 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient norms of a differential model beside those of the Transformer that it is compared with."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Annotated, Any, ClassVar
+
+import torch
+import typer
+from transformers import PreTrainedModel
+
+from diffllama.configuration import recipe
+from diffllama.evaluation.data import Source, texts
+from diffllama.evaluation.figures import COLOURS, MARKERS, finish, panels
+from diffllama.evaluation.matched import Matched, Pair
+from diffllama.evaluation.runs import Candidate, Measurement, Outcome, Report
+
+
+LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+ALL = "all parameters"
+CLIP = 1.0
+"""Gradients are scaled down to this norm before a step, after they are measured."""
+
+
+def norms(model: PreTrainedModel) -> dict[str, list[float]]:
+    """Norms of the gradients in attention and feed-forward, layer by layer, by the part of the layer.
+
+    A part is a projection, the head norm, or the four vectors of λ together.
+    """
+    found = defaultdict(list)
+    for layer in model.model.layers:
+        squares: dict[str, float] = defaultdict(float)
+        for name, parameter in layer.named_parameters():
+            module, part, *_ = name.split(".")
+            if module in ("self_attn", "mlp"):
+                squares["lambda vectors" if part in LAMBDA_VECTORS else part] += parameter.grad.norm().item() ** 2
+        for part, square in squares.items():
+            found[part].append(square**0.5)
+    return dict(found)
+
+
+@dataclass(kw_only=True)
+class Gradients(Matched[torch.Tensor]):
+    """Norms of the loss's gradients at initialisation and in early training, averaged over the layers.
+
+    The paper derives that the gradients of differential attention are of the same magnitude as those of softmax
+    attention, so that a DIFF trains with a Transformer's hyperparameters. Here both start from the same seed and see
+    the same text, in float32: pieces drawn at random, whose bytes are the token ids, and a vocabulary of 256. AdamW
+    has the momenta and the weight decay of the paper's scaling study, but a constant learning rate. Gradients are
+    measured at steps 0, 1, 10, 100, …, and at the last one, each of its batch alone and before they are clipped to
+    norm 1.
+
+    A run that broke off trains again from the beginning, and keeps what it has.
+
+    Args:
+        steps: of the training before the last measurement.
+        batch: sequences of a step.
+        length: bytes of a sequence.
+        learning_rate: of AdamW; by default the scaling study's, up to 2.8B.
+    """
+
+    command: ClassVar[str] = "gradients"
+    paper: ClassVar[str] = "appendix G"
+    dataset: ClassVar[str] = "novels"
+    intervals: ClassVar[bool] = False
+
+    steps: Annotated[int, typer.Option(min=0, help="Training steps before the last measurement.")] = 100
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 8
+    length: Annotated[int, typer.Option(min=3, help="Bytes of a sequence.")] = 256
+    learning_rate: Annotated[float, typer.Option(min=0, help="Of AdamW; constant.")] = 1.5e-4
+
+    def candidates(self) -> list[Candidate]:
+        """The pair."""
+        return [self.pair("float32", vocab_size=256)]
+
+    @property
+    def measured_steps(self) -> list[int]:
+        """0, the powers of ten, and the last."""
+        return [0] * (self.steps > 0) + [10**power for power in range(9) if 10**power < self.steps] + [self.steps]
+
+    def samples(self, source: Source | None, subject: Pair) -> Mapping[str, torch.Tensor]:
+        """For each step that is measured, the batches up to it, its own the last: [steps, batch, length].
+
+        Raises:
+            ValueError: the texts are shorter than a sequence.
+        """
+        assert source is not None
+        text = torch.frombuffer(bytearray("\n\n".join(texts(source).values()).encode()), dtype=torch.uint8)
+        if len(text) < self.length:
+            raise ValueError(f"{source.path} has {len(text):,} bytes of text. Ask for fewer with --length.")
+        made = torch.Generator().manual_seed(self.seed)
+        starts = torch.randint(len(text) - self.length + 1, (self.steps + 1, self.batch, 1), generator=made)
+        batches = text[starts + torch.arange(self.length)]
+        return {f"step {step}": batches[: step + 1] for step in self.measured_steps}
+
+    def measure(self, subject: Pair, samples: Mapping[str, torch.Tensor]) -> Iterator[Outcome]:
+        """Trains both models and measures them on the way."""
+        training = recipe("scaling")["training"]
+        optimizers = {
+            name: torch.optim.AdamW(
+                model.parameters(),
+                lr=self.learning_rate,
+                betas=(training["adam_beta1"], training["adam_beta2"]),
+                weight_decay=training["weight_decay"],
+            )
+            for name, model in subject.items()
+        }
+        longest = max(samples.values(), key=len)
+        for step, batch in enumerate(longest):
+            ids = batch.long().to(self.place)
+            found, losses = {}, {}
+            for name, model in subject.items():
+                loss = model(ids, labels=ids, use_cache=False).loss
+                loss.backward()
+                losses[name], found[name] = loss.item(), norms(model)
+                found[name][ALL] = [torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item()]
+                optimizers[name].step()
+                optimizers[name].zero_grad()
+            if f"step {step}" in samples:
+                measurements = []
+                for part in dict.fromkeys([*found["transformer"], *found["diff"]]):
+                    values = {name: fmean(parts[part]) for name, parts in found.items() if part in parts}
+                    if len(values) == 2:
+                        values["ratio"] = values["diff"] / values["transformer"]
+                    measurements.append(Measurement({"step": step, "gradient of": part}, values))
+                yield Outcome(f"step {step}", measurements, {"loss": losses, "norms": found})
+
+    def draw(self, report: Report, figure: Any) -> None:
+        """A panel for each step, with both models' norms of each part on a logarithmic axis."""
+        steps, labels = self.measured_steps, {"transformer": "Transformer", "diff": f"DIFF {self.variant.upper()}"}
+        made = panels(figure, len(steps), rows=-(-len(steps) // 2))
+        for axes in made[1:]:
+            axes.sharey(made[0])
+        for axes, step in zip(made, steps, strict=True):
+            rows = report.select(step=step)
+            for index, (model, label) in enumerate(labels.items()):
+                values = [row["models"][0].get(model, {"mean": math.nan})["mean"] for row in rows]
+                axes.plot(range(len(rows)), values, MARKERS[index], color=COLOURS[index], label=label)
+            axes.margins(y=0.35)  # room for the legend
+            axes.set_yscale("log")
+            axes.set_xticks(range(len(rows)), [row["cell"]["gradient of"] for row in rows], rotation=45, ha="right")
+            finish(axes, "", "gradient norm, mean over layers", f"step {step:,}")

@@ -1,0 +1,129 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Accuracy of a model whose attention logits are quantised."""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+import typer
+
+from diffllama.evaluation.attention import AttentionCall, watched
+from diffllama.evaluation.data import Source
+from diffllama.evaluation.figures import finish, line, panels
+from diffllama.evaluation.likelihood import continuation_log_probs
+from diffllama.evaluation.models import Subject
+from diffllama.evaluation.multiple_choice import TASKS, Item, dataset_name, read
+from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report
+from diffllama.modeling_diff.differential_attention import at_least_float32
+
+
+BITS = (16, 8, 6, 4)
+"""As in the paper, where 16 bits are the model as it is."""
+
+ITEMS_AT_ONCE = 128
+"""So many items are scored before their outcomes are kept: enough for batches of answers of equal length."""
+
+
+def quantised(values: torch.Tensor, largest: torch.Tensor, bits: int) -> torch.Tensor:
+    """Values rounded to the 2^bits - 1 levels from -`largest` to `largest` that are symmetric about 0."""
+    step = largest.clamp_min(1e-30) / (2 ** (bits - 1) - 1)
+    return (values / step).round() * step
+
+
+def quantised_attention(call: AttentionCall, bits: int) -> torch.Tensor:
+    """The call's output [b, n, H, D] with its logits quantised, of each sequence by their own largest magnitude."""
+    dtype = at_least_float32(call.query.dtype)
+    largest = torch.stack(
+        [
+            call.logits(rows).to(dtype).masked_fill(~call.visible(rows), 0).abs().amax((1, 2, 3), keepdim=True)
+            for rows in call.blocks()
+        ]
+    ).amax(0)  # [b, 1, 1, 1]
+    outputs = [
+        call.output(call.softmax(quantised(call.logits(rows).to(dtype), largest, bits), rows)) for rows in call.blocks()
+    ]
+    return torch.cat(outputs, dim=1)
+
+
+def log_likelihoods(subject: Subject, items: Sequence[Item], bits: int, batch_tokens: int) -> list[list[float]]:
+    """Of each item's answers, with attention logits of so many bits."""
+    pairs = [pair for item in items for pair in zip(item.contexts, item.continuations, strict=True)]
+    attention = watched(subject.model, partial(quantised_attention, bits=bits)) if bits < 16 else nullcontext()
+    with attention:
+        found = dict(continuation_log_probs(subject, pairs, batch_tokens))
+    scores = iter(found[index] for index in range(len(pairs)))
+    return [[next(scores) for _ in item.continuations] for item in items]
+
+
+@dataclass(kw_only=True)
+class LogitBits(Probe[Item]):
+    """Zero-shot accuracy of multiple choice with the attention logits quantised dynamically, after training.
+
+    Logits are the scaled scores before the softmax. Absmax quantisation to b bits divides them by their largest
+    magnitude, multiplies by 2^(b-1) - 1 and rounds; the softmax takes them multiplied back, in float32. What the paper
+    leaves open: the largest magnitude is that of all logits of a layer, over all heads (both maps of a differential
+    head) and all pairs of a query and a key that it sees, of one sequence at a time.
+
+    `acc` counts the answer whose tokens have the largest sum of log-probabilities, `acc_norm` that sum divided by the
+    answer's characters, as the LM Evaluation Harness does.
+
+    Args:
+        task: one of `TASKS`.
+        items: how many questions, drawn at random; all if there are no more.
+        batch_tokens: at most so many tokens are computed at once, or one answer with its question.
+    """
+
+    command: ClassVar[str] = "logit-bits"
+    paper: ClassVar[str] = "section 3.7, figure 8"
+
+    task: Annotated[str, typer.Option(help=f"One of {', '.join(TASKS)}.")] = "hellaswag"
+    items: Annotated[int, typer.Option(min=1, help="How many questions, drawn at random.")] = 500
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens computed at once.")] = 4096
+
+    @property
+    def dataset(self) -> str:
+        """The task's data."""
+        return dataset_name(self.task)
+
+    def samples(self, source: Source | None, subject: Subject) -> Mapping[str, Item]:
+        """Questions by their id."""
+        assert source is not None
+        items = read(self.task, source)
+        drawn = random.Random(f"{self.seed}:{self.task}").sample(items, min(self.items, len(items)))
+        return {item.id: item for item in drawn}
+
+    def measure(self, subject: Subject, samples: Mapping[str, Item]) -> Iterator[Outcome]:
+        """Has the answers of some questions scored with every number of bits, then those of the next ones."""
+        items = list(samples.values())
+        for start in range(0, len(items), ITEMS_AT_ONCE):
+            some = items[start : start + ITEMS_AT_ONCE]
+            scores = {bits: log_likelihoods(subject, some, bits, self.batch_tokens) for bits in BITS}
+            for index, item in enumerate(some):
+                lengths = [len(answer.strip()) for answer in item.continuations]
+                measurements = []
+                for bits in BITS:
+                    sums = np.array(scores[bits][index])
+                    right = {"acc": sums.argmax() == item.gold, "acc_norm": (sums / lengths).argmax() == item.gold}
+                    measurements.append(Measurement({"bits": bits}, {name: float(is_) for name, is_ in right.items()}))
+                detail = {"gold": item.gold, "log_likelihoods": {str(bits): scores[bits][index] for bits in BITS}}
+                yield Outcome(item.id, measurements, detail)
+
+    def draw(self, report: Report, figure: Any) -> None:
+        """A line for each model over the bits, beside the accuracy of guessing."""
+        guessed = [1 / len(one.detail["log_likelihoods"]["16"]) for one in report.outcomes[0].values()]
+        titles = {"acc": "sums of log-probabilities", "acc_norm": "sums divided by characters"}
+        for axes, (metric, title) in zip(panels(figure, len(titles)), titles.items(), strict=True):
+            for index, name in enumerate(report.names):
+                points = [row["models"][index][metric] for row in report.rows]
+                line(axes, range(len(points)), points, index, name)
+            axes.axhline(fmean(guessed), color="grey", linestyle="--", label="guessing")
+            axes.set_xticks(range(len(BITS)), [str(row["cell"]["bits"]) for row in report.rows])
+            axes.set_ylim(0, 1)
+            finish(axes, "bits of the attention logits", f"accuracy ({self.task})", title)

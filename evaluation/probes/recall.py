@@ -1,0 +1,120 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Loss of the tokens that the context has shown before, and of the others."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import torch
+import typer
+
+from diffllama.evaluation.data import Source, texts
+from diffllama.evaluation.figures import bars, finish, panels
+from diffllama.evaluation.likelihood import token_log_probs
+from diffllama.evaluation.long_texts import LongTexts
+from diffllama.evaluation.models import Subject
+from diffllama.evaluation.runs import Measurement, Outcome, Report, Row
+
+
+SLICES = ("AR-hit", "others", "all")
+
+
+def ngrams(ids: Sequence[int], n: int) -> Iterator[tuple[int, ...]]:
+    """All n neighbours, in order, overlapping."""
+    return zip(*(ids[start:] for start in range(n)), strict=False)
+
+
+def repeated(ids: Sequence[int], n: int) -> dict[int, tuple[int, ...]]:
+    """N-grams that have been in the sequence before, overlapping or not, by the position of their last token."""
+    first: dict[tuple[int, ...], int] = {}
+    return {at: gram for at, gram in enumerate(ngrams(ids, n), n - 1) if first.setdefault(gram, at) < at}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text's token ids, and the positions of those that count as recalled."""
+
+    ids: list[int]
+    hits: list[int]
+
+
+@dataclass(kw_only=True)
+class Recall(LongTexts[Text]):
+    """Average negative log-likelihood of slices of the tokens, after Zoology (arXiv 2312.04927).
+
+    AR-hit (associative recall): the token is the last of an n-gram that the same text has shown before. Others: all
+    other tokens but the first, which nothing predicts. Zoology counts as others also what is the last of an n-gram
+    that is frequent in the training text (more than 1,250 times there), since a model may know it by heart. No
+    training text is known here: with `frequent`, the data's other texts, whole, are counted in its stead. Averages are
+    over tokens; their intervals come from resampling the texts.
+
+    Args:
+        n: of the n-grams.
+        frequent: n-grams that are in the data's other texts more often than this count as others; by default none do.
+    """
+
+    command: ClassVar[str] = "recall"
+    paper: ClassVar[str] = "section 3.8, table 6"
+
+    n: Annotated[int, typer.Option("--n", min=2, help="Of the n-grams: 2 is bigrams.")] = 2
+    frequent: Annotated[
+        int | None,
+        typer.Option(min=0, help="N-grams that the data's other texts have more often than this count as others."),
+    ] = None
+
+    def samples(self, source: Source | None, subject: Subject) -> Mapping[str, Text]:
+        """The beginnings of texts, and where they repeat an n-gram.
+
+        Raises:
+            ValueError: n-grams are to be counted, and there are no other texts.
+        """
+        chosen = self.beginnings(source, subject)
+        found = {name: repeated(ids, self.n) for name, ids in chosen.items()}
+        common: set[tuple[int, ...]] = set()
+        if self.frequent is not None:
+            assert source is not None
+            others = [text for name, text in texts(source).items() if name not in chosen]
+            if not others:
+                raise ValueError(f"--frequent needs texts besides the {len(chosen)} measured: lower --texts.")
+            wanted = {gram for grams in found.values() for gram in grams.values()}
+            counts = Counter(gram for text in others for gram in ngrams(subject.encode(text), self.n) if gram in wanted)
+            common = {gram for gram, count in counts.items() if count > self.frequent}
+        return {
+            name: Text(ids, [at for at, gram in found[name].items() if gram not in common])
+            for name, ids in chosen.items()
+        }
+
+    def measure(self, subject: Subject, samples: Mapping[str, Text]) -> Iterator[Outcome]:
+        """Averages each slice of a text, weighted by its number of tokens."""
+        for name, text in samples.items():
+            losses = -token_log_probs(subject.model, subject.tensor(text.ids)).double()
+            hit = torch.zeros(len(text.ids), dtype=torch.bool)
+            hit[text.hits] = True
+            slices = zip(SLICES, (losses[hit[1:]], losses[~hit[1:]], losses), strict=True)
+            yield Outcome(
+                name,
+                [
+                    Measurement({"slice": slice}, {"nll": chosen.mean().item()}, len(chosen))
+                    for slice, chosen in slices
+                    if len(chosen)
+                ],
+            )
+
+    def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
+        """Averages, and as `tokens` how many tokens they are of."""
+        rows = super().rows(measured)
+        for row in rows:
+            for numbers, outcomes in zip(row["models"], measured, strict=True):
+                ours = [one for outcome in outcomes.values() for one in outcome.measurements if one.cell == row["cell"]]
+                numbers["tokens"] = {"mean": sum(one.weight for one in ours)}
+        return sorted(rows, key=lambda row: SLICES.index(row["cell"]["slice"]))
+
+    def draw(self, report: Report, figure: Any) -> None:
+        """Bars of the models for each slice."""
+        (axes,) = panels(figure, 1)
+        for index, name in enumerate(report.names):
+            bars(axes, [row["models"][index]["nll"] for row in report.rows], index, len(report.names), name)
+        axes.set_xticks(range(len(report.rows)), [row["cell"]["slice"] for row in report.rows])
+        finish(axes, f"slice of the tokens ({self.n}-grams)", "NLL (nats per token)")

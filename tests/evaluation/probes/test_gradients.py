@@ -1,0 +1,158 @@
+"""The probe of gradients: norms by arithmetic, by torch's other way to differentiate, and along a training."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import VARIANTS, tiny_model, tokens
+from torch import nn
+from transformers import PreTrainedModel
+
+from diffllama.evaluation.data import find
+from diffllama.evaluation.matched import SMALL, Pair
+from diffllama.evaluation.probes import gradients
+from diffllama.evaluation.probes.gradients import Gradients, norms
+from diffllama.evaluation.runs import Report, run
+
+
+SHARED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "all parameters"]
+OWN = {"v1": ["lambda vectors", "head_norm"], "v2": ["lambda_proj"]}
+
+
+@pytest.fixture(autouse=True)
+def tiny_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    for field, value in {"hidden_size": 32, "intermediate_size": 48, "head_dim": 32}.items():
+        monkeypatch.setitem(SMALL, field, value)
+
+
+def made(**settings: Any) -> Gradients:
+    return Gradients(**({"steps": 1, "batch": 2, "length": 16, "device": "cpu"} | settings))
+
+
+def measured(output: Path, data: Path | None = None, **settings: Any) -> Report:
+    probe = made(**settings)
+    return run(probe, probe.candidates(), output=output, data=data)
+
+
+def test_norms_of_linear_layers_are_those_of_their_inputs() -> None:
+    # the gradient of sum(W x) is a row x for each output: its norm is sqrt(outputs)·|x|
+    def layer(scale: float) -> nn.Module:
+        made = nn.Module()
+        made.mlp, made.self_attn = nn.Module(), nn.Module()
+        made.mlp.up_proj = nn.Linear(2, 9, bias=False)
+        made.self_attn.lambda_q1, made.self_attn.lambda_k2 = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+        made.input_layernorm = nn.Linear(2, 1)  # not counted
+        x = scale * torch.tensor([3.0, 4.0])
+        (made.mlp.up_proj(x).sum() + 12 * made.self_attn.lambda_q1 + 5 * made.self_attn.lambda_k2).backward()
+        return made
+
+    model = nn.Module()
+    model.model = nn.Module()
+    model.model.layers = nn.ModuleList([layer(1), layer(2)])
+    found = norms(model)
+    assert found == {"up_proj": pytest.approx([15, 30]), "lambda vectors": pytest.approx([13, 13])}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_norms_are_those_of_autograd(variant: str) -> None:
+    model, ids = tiny_model(variant), tokens(2, 12)
+    model(ids, labels=ids).loss.backward()
+    found = norms(model)
+    for index, layer in enumerate(model.model.layers):
+        names, parameters = zip(*layer.named_parameters(), strict=True)
+        grads = dict(zip(names, torch.autograd.grad(model(ids, labels=ids).loss, parameters), strict=True))
+        assert found["o_proj"][index] == pytest.approx(grads["self_attn.o_proj.weight"].square().sum().sqrt().item())
+        if variant == "v1":
+            joined = torch.cat([grads[f"self_attn.lambda_{name}"] for name in ("q1", "q2", "k1", "k2")])
+            assert found["lambda vectors"][index] == pytest.approx(joined.norm().item(), rel=1e-4)
+        else:
+            assert found["lambda_proj"][index] == pytest.approx(grads["self_attn.lambda_proj.weight"].norm().item())
+
+
+def by_hand(model: PreTrainedModel, batches: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    """Gradients before each step of AdamW, written down."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    first, second = ([torch.zeros_like(one) for one in parameters] for _ in range(2))
+    found = []
+    for step, ids in enumerate(batches.long(), 1):
+        logits = model(ids).logits[:, :-1]
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        grads = torch.autograd.grad(loss, parameters)
+        found.append(dict(zip(names, grads, strict=True)))
+        scale = min(1.0, 1 / torch.cat([grad.flatten() for grad in grads]).norm().item())
+        with torch.no_grad():
+            for parameter, grad, m, v in zip(parameters, grads, first, second, strict=True):
+                m.lerp_(scale * grad, 1 - 0.9)
+                v.lerp_((scale * grad).square(), 1 - 0.98)
+                parameter *= 1 - 1e-2 * 0.05
+                parameter -= 1e-2 * (m / (1 - 0.9**step)) / ((v / (1 - 0.98**step)).sqrt() + 1e-8)
+    return found
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_training_is_that_of_a_plain_loop(variant: str, tmp_path: Path) -> None:
+    report = measured(tmp_path, variant=variant, steps=3, learning_rate=1e-2)
+    probe = report.probe
+    pair: Pair = probe.candidates()[0].load()
+    batches = probe.samples(find("novels", None), pair)["step 3"]
+    assert batches.shape == (4, 2, 16)
+    expected = {name: by_hand(model, batches) for name, model in pair.items()}
+    assert [outcome.sample for outcome in report.outcomes[0].values()] == ["step 0", "step 1", "step 3"]
+    for step in (0, 1, 3):
+        rows = {row["cell"]["gradient of"]: row["models"][0] for row in report.select(step=step)}
+        assert list(rows) == SHARED + OWN[variant]
+        for name, found in expected.items():
+            for part, place in (("v_proj", "self_attn"), ("down_proj", "mlp")):
+                layers = [found[step][f"model.layers.{layer}.{place}.{part}.weight"].norm() for layer in (0, 1)]
+                assert rows[part][name]["mean"] == pytest.approx(sum(layers).item() / 2, rel=1e-4)
+            total = torch.cat([grad.flatten() for grad in found[step].values()]).norm().item()
+            assert rows["all parameters"][name]["mean"] == pytest.approx(total, rel=1e-4)
+        numbers = rows["q_proj"]
+        assert numbers["ratio"]["mean"] == numbers["diff"]["mean"] / numbers["transformer"]["mean"]
+        assert set(rows[OWN[variant][0]]) == {"diff"}
+    assert json.loads((tmp_path / "results.json").read_text())["rows"] == report.rows
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_projections_of_a_pair_are_comparable(variant: str) -> None:
+    pair = made(variant=variant).candidates()[0].load()
+    sizes = {name: sum(p.numel() for p in model.model.layers[0].mlp.parameters()) for name, model in pair.items()}
+    shapes = {name: tuple(model.model.layers[0].self_attn.v_proj.weight.shape) for name, model in pair.items()}
+    outputs = {name: tuple(model.model.layers[0].self_attn.o_proj.weight.shape) for name, model in pair.items()}
+    assert sizes["diff"] == sizes["transformer"]
+    assert shapes["diff"] == shapes["transformer"]
+    assert outputs["diff"] == outputs["transformer"]
+
+
+def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gradients, "draw", lambda *_: None)  # it takes most of the time
+    report = measured(tmp_path, steps=2)
+    file = tmp_path / "samples-1.jsonl"
+    kept = file.read_text().splitlines(keepends=True)
+    assert len(kept) == 1 + 3
+    file.write_text("".join([*kept[:2], kept[3]]))  # step 1 is missing
+    again = measured(tmp_path, steps=2)
+    assert again.rows == report.rows
+    assert sorted(file.read_text().splitlines(keepends=True)) == sorted(kept)
+
+    monkeypatch.setattr(gradients, "norms", None)  # nothing is measured again
+    assert measured(tmp_path, steps=2).rows == report.rows
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(0, [0]), (1, [0, 1]), (10, [0, 1, 10]), (250, [0, 1, 10, 100, 250])])
+def test_measured_steps(steps: int, expected: list[int]) -> None:
+    assert made(steps=steps).measured_steps == expected
+
+
+def test_texts_that_are_too_short(tmp_path: Path) -> None:
+    (tmp_path / "1.txt").write_text("a" * 15)
+    with pytest.raises(ValueError, match=r"15 bytes of text.*--length"):
+        measured(tmp_path / "out", tmp_path, length=16)
+
+
+def test_there_is_no_such_size() -> None:
+    with pytest.raises(ValueError, match=r"No preset '7b'\. Known: 3b, 830m"):
+        made(size="7b").candidates()

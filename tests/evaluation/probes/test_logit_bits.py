@@ -1,0 +1,156 @@
+"""The probe of quantised attention logits: values, errors and answers known by arithmetic."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ruled import RuledModel, byte_tokenizer
+from subjects import KINDS, tiny_subject
+
+from diffllama.evaluation import attention
+from diffllama.evaluation.attention import AttentionCall, watched
+from diffllama.evaluation.data import find
+from diffllama.evaluation.models import Subject
+from diffllama.evaluation.multiple_choice import read
+from diffllama.evaluation.probes.logit_bits import (
+    BITS,
+    LogitBits,
+    log_likelihoods,
+    quantised,
+    quantised_attention,
+)
+from diffllama.evaluation.runs import Candidate, Report, run
+
+
+def measured(load: Callable[[], Subject], output: Path, data: Path | None = None, **settings: Any) -> Report:
+    return run(LogitBits(**settings), [Candidate("model", {}, load)], output=output, data=data)
+
+
+def made_call(scores: torch.Tensor, mask: torch.Tensor | None = None) -> AttentionCall:
+    """Causal attention whose query i has these scores [b, heads, 3] times i + 1, and whose output is its map."""
+    return AttentionCall(
+        module=torch.nn.Identity(),
+        query=torch.arange(1.0, 4.0).reshape(3, 1).expand(*scores.shape, 1),
+        key=scores[..., None],
+        value=torch.eye(3).expand(*scores.shape, 3),
+        mask=mask,
+        scaling=1.0,
+        differential_lambda=None,
+    )
+
+
+def test_values_become_the_nearest_levels() -> None:
+    values = torch.tensor([7.0, -3.4, 2.6, 0.4, -0.6, -7.0])
+    assert quantised(values, torch.tensor(7.0), 4).tolist() == [7, -3, 3, 0, -1, -7]
+    assert quantised(values / 4, torch.tensor(7.0) / 4, 4).tolist() == [1.75, -0.75, 0.75, 0, -0.25, -1.75]
+    assert quantised(torch.zeros(2), torch.zeros(1), 4).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("bits", [8, 6, 4])
+def test_error_is_at_most_half_a_step(bits: int) -> None:
+    values = torch.linspace(-5, 5, 100_001, dtype=torch.float64)
+    found = quantised(values, values.abs().max(), bits)
+    assert (found - values).abs().max() == pytest.approx(5 / (2 ** (bits - 1) - 1) / 2, rel=1e-2)
+    assert len(found.unique()) == 2**bits - 1
+
+
+def test_scale_is_of_all_that_a_sequence_sees() -> None:
+    # query 3 sees 3 · (1.2, -0.8, 7/3) = (3.6, -2.4, 7): steps of 1; 2 sees (2.4, -1.6); 1 sees 1.2
+    hidden = float("-inf")
+    scores = torch.tensor([1.2, -0.8, 7 / 3])
+    seen = torch.tensor([[1.0, hidden, hidden], [2.0, -2.0, hidden], [4.0, -2.0, 7.0]])
+    expected = seen.softmax(-1)[None, :, None]
+    torch.testing.assert_close(quantised_attention(made_call(scores[None, None]), 4), expected)
+
+    # another sequence changes nothing, and has steps of its own: one of twice the scores, twice the steps
+    both = quantised_attention(made_call(torch.stack([scores, 2 * scores])[:, None]), 4)
+    torch.testing.assert_close(both[:1], expected)
+    torch.testing.assert_close(both[1:], (2 * seen).softmax(-1)[None, :, None])
+
+    # another head has the same steps: (0.9, -0.6, 1.75), (0.6, -0.4) and 0.3
+    heads = quantised_attention(made_call(torch.stack([scores, scores / 4])[None]), 4)
+    small = torch.tensor([[0.0, hidden, hidden], [1.0, 0.0, hidden], [1.0, -1.0, 2.0]])
+    torch.testing.assert_close(heads, torch.stack([seen.softmax(-1), small.softmax(-1)], dim=1)[None])
+
+    # nobody sees the last key: the largest is 3.6, and levels are 3.6/7 apart
+    mask = torch.ones(3, 3, dtype=torch.bool).tril()[None, None]
+    mask[..., 2] = False
+    last = torch.tensor([7.0, -5.0, hidden]) * 3.6 / 7  # -2.4 is -4.67 steps
+    found = quantised_attention(made_call(scores[None, None], mask), 4)[0, 2, 0]
+    torch.testing.assert_close(found, last.softmax(-1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fine_levels_change_nothing_and_blocks_neither(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_subject(kind).model
+    ids = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        plain = model(ids).logits
+        with watched(model, partial(quantised_attention, bits=24)):
+            torch.testing.assert_close(model(ids).logits, plain, rtol=1e-4, atol=1e-4)
+        with watched(model, partial(quantised_attention, bits=4)):
+            whole = model(ids).logits
+            monkeypatch.setattr(attention, "BLOCK_BYTES", 1)
+            torch.testing.assert_close(model(ids).logits, whole)
+    assert (whole - plain).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fewer_bits_change_answers_more(kind: str) -> None:
+    subject = tiny_subject(kind)
+    items = read("hellaswag", find("hellaswag", None))[:3]
+    plain, *others = (torch.tensor(log_likelihoods(subject, items, bits, 4096)) for bits in BITS)
+    eight, six, four = ((one - plain).abs().mean() for one in others)
+    assert 0 < eight < six < four
+
+
+def test_a_model_without_a_preference_chooses_by_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # -(1 + length) ln 257 is largest for the shortest; divided by the length, for the longest
+    (tmp_path / "hellaswag_val_full.txt").write_text("a b\n0\nc\ncc\nccc\ncccc\nd e\n3\ncc\nccc\ncccc\nccccc\n")
+
+    def load() -> Subject:
+        model = RuledModel(lambda ids: dict.fromkeys(range(257), 0.0), 257).eval()
+        return Subject(name="uniform", model=model, tokenizer=byte_tokenizer())
+
+    monkeypatch.setattr(LogitBits, "draw", lambda *_: None)
+    report = measured(load, tmp_path / "out", tmp_path)
+    right = {name: [one.values for one in outcome.measurements] for name, outcome in report.outcomes[0].items()}
+    assert right == {
+        "hellaswag:0": [{"acc": 1.0, "acc_norm": 0.0}] * 4,
+        "hellaswag:1": [{"acc": 0.0, "acc_norm": 1.0}] * 4,
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_model_can_be_probed(kind: str, tmp_path: Path) -> None:
+    report = measured(lambda: tiny_subject(kind), tmp_path, items=2)
+    assert json.loads((tmp_path / "results.json").read_text())["rows"] == report.rows
+    assert [row["samples"] for row in report.rows] == [2] * 4
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LogitBits, "draw", lambda *_: None)
+    report = measured(lambda: tiny_subject("v1"), tmp_path, items=3)
+    file = tmp_path / "samples-1.jsonl"
+    kept = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(kept[:-1]))
+    again = measured(lambda: tiny_subject("v1"), tmp_path, items=3)
+    assert again.rows == report.rows
+    assert file.read_text().startswith("".join(kept[:-1]))
+    assert list(again.outcomes[0]) == list(report.outcomes[0])
+
+
+def test_winogrande_and_its_two_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LogitBits, "draw", lambda *_: None)
+    report = measured(lambda: tiny_subject("v1"), tmp_path, task="winogrande", items=2)
+    assert all(one["models"][0]["acc"] == one["models"][0]["acc_norm"] for one in report.rows)
+
+
+def test_there_is_no_such_task(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no task mmlu.*hellaswag"):
+        measured(lambda: tiny_subject("v1"), tmp_path, task="mmlu")

@@ -1,0 +1,118 @@
+"""The probe of recall: n-grams counted by hand, and a model whose losses are known."""
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from math import log
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruled import RuledModel, byte_tokenizer
+from subjects import KINDS, tiny_subject
+
+from diffllama.evaluation.models import Subject
+from diffllama.evaluation.probes.recall import Recall, repeated
+from diffllama.evaluation.runs import Candidate, Report, run
+
+
+def measured(load: Callable[[], Subject], output: Path, data: Path | None = None, **settings: Any) -> Report:
+    return run(Recall(**settings), [Candidate("model", {}, load)], output=output, data=data)
+
+
+def reciter() -> Subject:
+    """Gives half of the probability to what followed the last token when it was there last, the rest to all others."""
+    vocabulary = len(byte_tokenizer())
+
+    def next_token(ids: list[int]) -> dict[int, float]:
+        logits = dict.fromkeys(range(vocabulary), 0.0)
+        for before, after in pairwise(ids):
+            if before == ids[-1]:
+                logits = dict.fromkeys(logits, 0.0) | {after: log(vocabulary - 1)}
+        return logits
+
+    return Subject(name="reciter", model=RuledModel(next_token, vocabulary).eval(), tokenizer=byte_tokenizer())
+
+
+def slices(report: Report) -> dict[str, tuple[float, float]]:
+    """Tokens and loss of each slice."""
+    return {
+        row["cell"]["slice"]: (row["models"][0]["tokens"]["mean"], row["models"][0]["nll"]["mean"])
+        for row in report.rows
+    }
+
+
+def test_repeated_ngrams_of_a_sentence() -> None:
+    words = ["the", "cat", "saw", "the", "dog", "and", "the", "cat", "saw", "the", "bird"]
+    bigrams = {at: " ".join(gram) for at, gram in repeated(words, 2).items()}
+    assert bigrams == {7: "the cat", 8: "cat saw", 9: "saw the"}
+    assert set(repeated(words, 3)) == {8, 9}
+    assert set(repeated(words, 4)) == {9}
+    assert not repeated(words, 5)
+
+
+def test_repetitions_may_overlap() -> None:
+    assert repeated("aaab", 2) == {2: ("a", "a")}
+
+
+def test_losses_of_a_model_that_recites(tmp_path: Path) -> None:
+    # b, c and a follow what is new, b after a is a hit, and after b comes c, not d
+    (tmp_path / "1.txt").write_text("abcabd")
+    (tmp_path / "2.txt").write_text("aaaaxx")  # two a are hits; the first, and both x, are not
+    report = measured(reciter, tmp_path / "out", tmp_path, length=6)
+    new, hit, wrong = log(257), log(2), log(512)
+    by_text = {
+        name: {one.cell["slice"]: (one.weight, one.values["nll"]) for one in outcome.measurements}
+        for name, outcome in report.outcomes[0].items()
+    }
+    assert by_text["1.txt"]["AR-hit"] == (1, pytest.approx(hit))
+    assert by_text["1.txt"]["others"] == (4, pytest.approx((3 * new + wrong) / 4))
+    assert by_text["2.txt"]["AR-hit"] == (2, pytest.approx(hit))
+    assert by_text["2.txt"]["others"] == (3, pytest.approx((new + wrong + new) / 3))
+    assert slices(report) == {
+        "AR-hit": (3, pytest.approx(hit)),
+        "others": (7, pytest.approx((5 * new + 2 * wrong) / 7)),
+        "all": (10, pytest.approx((5 * new + 2 * wrong + 3 * hit) / 10)),
+    }
+
+
+def test_ngrams_that_other_texts_have_often_are_no_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recall, "draw", lambda *_: None)
+    (tmp_path / "1.txt").write_text("abcabc")  # hits: ab, bc
+    (tmp_path / "2.txt").write_text("ab ab ab bc bc")  # ab three times, bc twice
+    tokens = {}
+    for frequent in (None, 3, 2, 1):
+        report = measured(reciter, tmp_path / f"{frequent}", tmp_path, length=6, texts=1, frequent=frequent)
+        tokens[frequent] = {name: count for name, (count, _) in slices(report).items()}
+    both = {"AR-hit": 2, "others": 3, "all": 5}
+    assert tokens == {None: both, 3: both, 2: {"AR-hit": 1, "others": 4, "all": 5}, 1: {"others": 5, "all": 5}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_model_can_be_probed(kind: str, tmp_path: Path) -> None:
+    report = measured(lambda: tiny_subject(kind), tmp_path, length=200)
+    assert json.loads((tmp_path / "results.json").read_text())["rows"] == report.rows
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    counts = {name: count for name, (count, _) in slices(report).items()}
+    assert counts["all"] == 2 * 199 == counts["AR-hit"] + counts["others"]
+
+
+def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recall, "draw", lambda *_: None)
+    report = measured(lambda: tiny_subject("v1"), tmp_path, length=100)
+    file = tmp_path / "samples-1.jsonl"
+    kept = file.read_text()
+    file.write_text("".join(kept.splitlines(keepends=True)[:-1]))
+    assert measured(lambda: tiny_subject("v1"), tmp_path, length=100).rows == report.rows
+    assert file.read_text() == kept
+
+
+def test_texts_that_are_too_short(tmp_path: Path) -> None:
+    (tmp_path / "1.txt").write_text("abcabd")
+    with pytest.raises(ValueError, match=r"No text in .* has 7 tokens.*--length"):
+        measured(reciter, tmp_path / "out", tmp_path, length=7)
+
+
+def test_nothing_to_count_ngrams_in(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--frequent needs texts besides the 2 measured: lower --texts"):
+        measured(reciter, tmp_path, length=50, frequent=1250)
