@@ -1,0 +1,315 @@
+"""`diffllama eval` and the tasks that it brings, of models whose answers are known or equal."""
+
+import functools
+import inspect
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fresh
+import pytest
+from huggingface_hub import ModelCard
+from llamas import llama
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from ruled import byte_tokenizer, ruled
+
+from diffllama.cli import main
+from diffllama.conversion import convert
+from diffllama.evaluation.data import find
+from diffllama.evaluation.harness import TASKS, accuracy, accuracy_per_character, multiple_choice, needles
+from diffllama.evaluation.multiple_choice import TASKS as NAMES
+from diffllama.evaluation.multiple_choice import dataset_name, read
+from diffllama.evaluation.probes.needles import Needles
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built_in_samples() -> Iterator[None]:
+    """Leaves aside whatever data the environment names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("DIFFLLAMA_DATA", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny Llama, `llama`, and its exact conversion, `diff`."""
+    folder = tmp_path_factory.mktemp("models")
+    llama(folder / "llama", vocab_size=257, max_position_embeddings=4096)
+    byte_tokenizer().save_pretrained(folder / "llama")
+    convert(folder / "llama", folder / "diff", source="llama")
+    return folder
+
+
+def paper(folder: str, tasks: str, **arguments: Any) -> dict[str, Any]:
+    """The model's class, and what lm-eval finds in three items of each task without and with examples."""
+    from lm_eval import simple_evaluate
+    from lm_eval.api.registry import get_model
+    from lm_eval.tasks import TaskManager
+
+    model = get_model("hf").create_from_arg_obj({"pretrained": folder, **arguments}, {"batch_size": 8, "device": "cpu"})
+    found = {"class": [type(model.model).__module__, type(model.model).__name__]}
+    manager = TaskManager(include_path=tasks, include_defaults=False)
+    for shots in (0, 5):
+        found[f"{shots}-shot"] = simple_evaluate(
+            model=model, tasks=["diffllama_paper"], num_fewshot=shots, limit=3, task_manager=manager, bootstrap_iters=0
+        )
+    return found
+
+
+def log_likelihoods(found: dict[str, Any]) -> dict[str, list[list[float]]]:
+    """For every task, with and without examples, each item's."""
+    return {
+        f"{task}, {shots}": [[answer[0] for answer in sample["filtered_resps"]] for sample in samples]
+        for shots in ("0-shot", "5-shot")
+        for task, samples in found[shots]["samples"].items()
+    }
+
+
+@pytest.fixture(scope="module")
+def original(models: Path) -> dict[str, Any]:
+    return paper(str(models / "llama"), str(TASKS))
+
+
+def test_a_model_in_three_guises_has_equal_log_likelihoods(models: Path, original: dict[str, Any]) -> None:
+    package = paper(str(models / "diff"), str(TASKS))
+    code = (
+        f"import sys\nfrom typing import Any\n{inspect.getsource(paper)}{inspect.getsource(log_likelihoods)}"
+        f"found = paper({str(models / 'diff')!r}, {str(TASKS)!r}, trust_remote_code=True)\n"
+        "facts.update(log_likelihoods=log_likelihoods(found), the_class=found['class'])"
+    )
+    remote = fresh.facts(code, {"HF_MODULES_CACHE": str(models / "modules")})
+    assert original["class"][1] == "LlamaForCausalLM"
+    assert package["class"][0] == "diffllama.modeling_diff.modeling_diffllama"
+    assert remote["the_class"][0].startswith("transformers_modules.")
+    assert package["class"][1] == remote["the_class"][1] == "DifferentialLlamaForCausalLM"
+
+    known = log_likelihoods(original)
+    assert log_likelihoods(package) == known
+    assert remote["log_likelihoods"] == known
+    assert [len(items) for items in known.values()] == [3] * 14
+    values = [value for items in known.values() for item in items for value in item]
+    assert all(math.isfinite(value) and value < 0 for value in values)
+    assert len(set(values)) > 0.9 * len(values)
+
+
+@pytest.mark.parametrize("task", NAMES)
+def test_examples_are_other_items_answered(task: str, original: dict[str, Any]) -> None:
+    items = read(task, find(dataset_name(task), None))
+    solved = [item.contexts[item.gold] + item.continuations[item.gold] for item in items]
+    for shots in (0, 5):
+        samples = original[f"{shots}-shot"]["samples"][f"diffllama_{task}"]
+        assert [sample["doc_id"] for sample in samples] == [0, 1, 2]
+        for item, own, sample in zip(items, solved, samples, strict=False):
+            pairs = zip(item.contexts, item.continuations, strict=True)
+            for pair, (prompt, answer) in zip(pairs, sample["arguments"], strict=True):
+                *examples, question = prompt.split("\n\n")
+                assert (question, answer) == pair
+                assert len(set(examples)) == len(examples) == shots
+                assert set(examples) <= set(solved) - {own}
+
+
+def test_the_group_is_the_mean_of_seven_accuracies(original: dict[str, Any]) -> None:
+    for shots in ("0-shot", "5-shot"):
+        known = []
+        for task in NAMES:
+            items = read(task, find(dataset_name(task), None))[:3]
+            right = 0
+            for item, sample in zip(items, original[shots]["samples"][f"diffllama_{task}"], strict=True):
+                scores = [likelihood for likelihood, _ in sample["filtered_resps"]]
+                if task == "hellaswag":
+                    scores = [score / len(text[1:]) for score, text in zip(scores, item.continuations, strict=True)]
+                right += scores.index(max(scores)) == item.gold
+            known.append(right / len(items))
+            assert original[shots]["results"][f"diffllama_{task}"]["accuracy,none"] == pytest.approx(known[-1])
+        assert original[shots]["results"]["diffllama_paper"]["accuracy,none"] == pytest.approx(sum(known) / 7)
+
+
+def test_accuracy_is_of_the_most_likely_answer() -> None:
+    doc = {"continuations": ["abcd", "e"], "gold": 0}
+    results = [(-8.0, False), (-4.0, True)]  # -2 and -4 per character
+    assert accuracy(doc, results) == {"accuracy": 0.0}
+    assert accuracy_per_character(doc, results) == {"accuracy": 1.0}
+    assert accuracy(doc | {"gold": 1}, results) == {"accuracy": 1.0}
+    assert accuracy_per_character(doc | {"gold": 1}, results) == {"accuracy": 0.0}
+
+
+def manager(**metadata: Any) -> TaskManager:
+    """Of our tasks alone: lm-eval takes seconds to find its own."""
+    return TaskManager(include_path=str(TASKS), include_defaults=False, metadata=metadata)
+
+
+def test_a_model_that_always_says_yes_is_right_where_yes_is_right() -> None:
+    subject = ruled(lambda _: " yes", after="Answer:")
+    model = HFLM(pretrained=subject.model, tokenizer=subject.tokenizer)
+    found = simple_evaluate(model=model, tasks=["diffllama_boolq"], task_manager=manager(), bootstrap_iters=0)
+    assert found["results"]["diffllama_boolq"]["accuracy,none"] == 4 / 7
+
+
+def test_needles_are_those_of_the_probe_and_counted_alike(models: Path) -> None:
+    def answer(question: str) -> str:
+        city = re.findall(r"The magic numbers? of (\w+)", question)[-1]  # the first that is asked for
+        (number,) = re.findall(rf"magic number of {city} is (\d+)\.", question)
+        return f" {number}."
+
+    subject = ruled(answer, after=" are")
+    settings = {"length": [700], "depth": [0.25, 1.0], "samples_per_cell": 2, "seed": 3}
+    samples = Needles(needles=["2/2"], **settings).samples(find("novels", None), subject)
+    model = HFLM(pretrained=subject.model, tokenizer=subject.tokenizer)
+    metadata = settings | {"pretrained": str(models / "llama"), "length": 700}
+    task = "diffllama_needles_2_of_2"
+    found = simple_evaluate(model=model, tasks=[task], task_manager=manager(**metadata), bootstrap_iters=0)
+    assert found["results"][task]["accuracy,none"] == 0.5
+    prompts = [sample["arguments"][0][0] for sample in found["samples"][task]]
+    assert prompts == [sample.prompt.text for sample in samples.values()]
+
+
+def test_the_group_of_needles_has_every_pair_of_the_probe(models: Path) -> None:
+    settings = {"pretrained": str(models / "llama"), "length": 700, "depth": 0.5, "samples_per_cell": 1}
+    tasks = manager(**settings).load(["diffllama_needles"])["tasks"].values()
+    assert [task.task_docs[0]["N/R"] for task in tasks] == Needles().needles
+
+
+def test_needles_need_a_tokenizer_and_room(models: Path) -> None:
+    with pytest.raises(ValueError, match="Name a tokenizer with --metadata tokenizer=DIR"):
+        needles("1/1")
+    with pytest.raises(ValueError, match="`length`: 20 tokens do not hold"):
+        needles("1/1", pretrained=str(models / "llama"), length=20)
+
+
+def test_data_are_those_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def first(**metadata: Any) -> str:
+        return multiple_choice("piqa", **metadata)["test"][0]["contexts"][0]
+
+    for name in ("a", "b"):
+        (tmp_path / name / "multiple_choice").mkdir(parents=True)
+        row = {"query": f"Question: {name}?", "choices": ["no", "yes"], "gold": 0}
+        (tmp_path / name / "multiple_choice" / "piqa.jsonl").write_text(json.dumps(row))
+    assert first().startswith("Question: To keep a door from creaking")
+    monkeypatch.setenv("DIFFLLAMA_DATA", str(tmp_path / "a"))
+    assert first(pretrained="x", version=1.0) == "Question: a?\nAnswer:"
+    assert first(data=str(tmp_path / "b")) == "Question: b?\nAnswer:"
+    with pytest.raises(FileNotFoundError, match=rf"{tmp_path} has no piqa\.jsonl.* with --metadata data=PATH"):
+        first(data=str(tmp_path))
+
+
+@pytest.fixture
+def ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has lm-eval not look for its own tasks, which takes seconds."""
+    init = functools.partialmethod(TaskManager.__init__, include_defaults=False)
+    monkeypatch.setattr(TaskManager, "__init__", init)
+
+
+def call(*arguments: object) -> int:
+    """Runs the command as the shell would, in this process. Returns its exit status."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["diffllama", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+    return end.value.code or 0
+
+
+@pytest.mark.usefixtures("ours_alone")
+def test_results_of_the_command_line_feed_the_card(models: Path, tmp_path: Path) -> None:
+    diff = models / "diff"
+    options = ("--model_args", f"pretrained={diff}", "--tasks", "diffllama_paper", "--num_fewshot=5", "--limit", 2)
+    assert call("eval", "run", *options, "--device=cpu", "-o", tmp_path, "--log_samples") == 0
+    assert len(list(tmp_path.rglob("samples_diffllama_piqa_*.jsonl"))) == 1
+    (file,) = tmp_path.rglob("results_*.json")
+    results = json.loads(file.read_text())["results"]
+    assert set(results) == {"diffllama_paper", *(f"diffllama_{name}" for name in NAMES)}
+
+    assert call("card", diff, "--results", tmp_path) == 0
+    card = ModelCard.load(diff / "README.md").data.eval_results
+    assert {result.dataset_name: result.metric_value for result in card} == {
+        task: numbers["accuracy,none"] for task, numbers in results.items()
+    }
+    assert {(result.metric_type, result.metric_name) for result in card} == {("accuracy", "accuracy, 5-shot")}
+
+
+MINE = {"task": "mine", "include": str(TASKS / "piqa.yaml")}
+
+
+@pytest.mark.usefixtures("ours_alone")
+@pytest.mark.parametrize("told", ["option", "configuration"])
+def test_tasks_of_the_user_are_found_beside_ours(
+    told: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "mine.yaml").write_text(json.dumps(MINE))  # JSON is YAML
+    (tmp_path / "config.yaml").write_text(json.dumps({"include_path": str(tmp_path / "tasks")}))
+    include = ("--include_path", tmp_path / "tasks") if told == "option" else ("--config", tmp_path / "config.yaml")
+    options = ("--tasks", "mine,diffllama_boolq", "--model_args", f"pretrained={models / 'llama'}", "--limit", 1)
+    assert call("eval", *options, *include) == 0
+    out = capsys.readouterr().out
+    assert "|mine " in out
+    assert "|diffllama_boolq" in out
+
+
+@pytest.mark.usefixtures("ours_alone")
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [
+        (["--help"], 0, "usage: lm-eval [-h] COMMAND"),
+        (["run", "--help"], 0, "usage: lm-eval run --model <model>"),
+        ([], 0, "usage: lm-eval [-h] COMMAND"),
+        (["ls", "groups"], 0, "diffllama_paper"),
+        (["run", "--nonesuch", "x"], 2, "lm-eval: error: unrecognized arguments: --nonesuch x"),
+        (["validate", "--tasks", "diffllama_paper,nonesuch"], 1, "Tasks not found: nonesuch"),
+        (["validate", "-t", "diffllama_paper"], 0, "All tasks found and valid"),
+        (["run", "--tasks", "nonesuch"], 1, "Error: ValueError: Tasks not found: nonesuch"),
+        (["run", "--config", "nonesuch.yaml"], 1, "Error: FileNotFoundError: Config file not found: "),
+    ],
+)
+def test_the_command_line_is_that_of_lm_eval(
+    arguments: list[str], status: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("eval", *arguments) == status
+    out, err = capsys.readouterr()
+    assert told in out + err
+    assert "Traceback" not in err
+
+
+@pytest.mark.usefixtures("ours_alone")
+def test_data_that_do_not_exist_are_one_line_of_error(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--tasks", "diffllama_piqa", "--model_args", f"pretrained={models / 'llama'}", "--metadata", "data=/nil")
+    assert call("eval", "run", *options) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("Error: FileNotFoundError: /nil does not exist.")
+    assert error.endswith("with --metadata data=PATH.")
+
+
+def test_without_lm_eval_it_is_said_how_to_get_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "diffllama.evaluation.harness")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert call("eval", "--help") == 1
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("Error: ModuleNotFoundError: ")
+    assert error.endswith("pip install 'diffllama[eval]' (from a clone '.[eval]')")
+
+
+def test_help_of_all_commands_imports_none_of_it() -> None:
+    code = """
+import sys
+from typer.testing import CliRunner
+from diffllama.cli import app
+facts.update(output=CliRunner().invoke(app, ["--help"]).output)
+facts["imported"] = sorted({"lm_eval", "datasets", "transformers"} & set(sys.modules))
+"""
+    known = fresh.facts(code, {})
+    assert " eval " in known["output"]
+    assert known["imported"] == []
+
+
+@pytest.mark.slow
+def test_tasks_of_lm_eval_are_found_beside_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("eval", "validate", "--tasks", "hellaswag,diffllama_paper,diffllama_needles,mmlu") == 0
+    assert "All tasks found and valid" in capsys.readouterr().out
