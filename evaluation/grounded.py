@@ -1,0 +1,74 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Documents to summarise, or with a question that they answer."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from diffllama.evaluation.data import Source, field, read_rows, read_text
+
+
+Summary = Literal["xsum", "cnn_dm", "multi_news"]
+Answer = Literal["qasper", "hotpotqa", "2wikimqa"]
+Task = Literal[Summary, Answer]
+
+SUMMARIES = get_args(Summary)
+"""Tasks whose documents have no question."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, a question about it, which is empty if it is to be summarised, and what people wrote."""
+
+    text: str
+    question: str
+    reference: str
+
+
+def read(task: Task, source: Source) -> dict[str, Document]:
+    """The documents of a task by name.
+
+    Args:
+        task: decides whether rows must have a question.
+        source: a file, or a folder with `TASK.jsonl`, `test.jsonl`, `validation.jsonl` or `dev.json`. Its rows have
+            `context`, `document` or `article`: a text, or titles with their sentences, as in HotpotQA; `question` or
+            `input` (LongBench's name for it); and `answer`, `answers`, `summary` or `highlights`. A `.txt` file has
+            IRCoT's prompts: "# METADATA", paragraphs, and lines that begin with "Q: " and "A: ".
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it has another form.
+    """
+    file = source.file(f"{task}.jsonl", "test.jsonl", "validation.jsonl", "dev.json")
+    documents = _prompts(file) if file.suffix == ".txt" else _rows(file, task not in SUMMARIES)
+    found = {f"{file.name}:{number}": document for number, document in enumerate(documents)}
+    if not found:
+        raise ValueError(f"{file} has no document with a question.")
+    return found
+
+
+def _rows(file: Path, questions: bool) -> Iterator[Document]:
+    for row in read_rows(file):
+        reference = field(row, ("answer", "answers", "summary", "highlights"), file)
+        yield Document(
+            _text(field(row, ("context", "document", "article"), file), file),
+            field(row, ("question", "input"), file) if questions else "",
+            "; ".join(reference) if isinstance(reference, list) else reference,
+        )
+
+
+def _text(context: Any, file: Path) -> str:
+    if isinstance(context, str):
+        return context
+    try:
+        return "\n\n".join(f"{title}\n{' '.join(map(str.strip, sentences))}" for title, sentences in context)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file} has a document that is neither a text nor a list of titles and sentences.") from error
+
+
+def _prompts(file: Path) -> Iterator[Document]:
+    for match in re.finditer(r"# METADATA:.*\n((?s:.*?))\n+Q: (.*)\nA: (.*)", read_text(file)):
+        yield Document(*match.groups())

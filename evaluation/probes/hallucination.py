@@ -1,0 +1,192 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Contextual hallucination: whether summaries and answers say what their document says, in the eyes of a judge."""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar
+
+import typer
+
+from diffllama.evaluation.data import Source
+from diffllama.evaluation.figures import bars, finish, panels
+from diffllama.evaluation.grounded import SUMMARIES, Document, Task, read
+from diffllama.evaluation.judge import Judge, agreement, fleiss_kappa, verdict
+from diffllama.evaluation.likelihood import completions
+from diffllama.evaluation.models import Subject
+from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report, Row
+
+
+JUDGEMENT = """\
+Below are a document, a reference {kind} by a person, and a proposed {kind}. Decide whether the proposed {kind} can be \
+inferred from the document. If it says anything that the document contradicts or does not support, the decision is \
+false. It may differ from the reference {kind} and be true all the same. Nothing counts that you know from elsewhere.
+
+Document: {document}
+
+Reference {kind}: {reference}
+
+Proposed {kind}: {response}
+
+First explain your decision. Then end with the line "Conclusion: True" if the proposed {kind} is accurate and free of \
+hallucination, or with the line "Conclusion: False" if it is not."""
+"""What a judge is asked."""
+
+
+@dataclass(kw_only=True)
+class Hallucination(Probe[Document]):
+    """The share of greedy summaries or answers that a judge finds accurate and free of hallucination.
+
+    As in the paper, which follows Lookback Lens (Chuang et al., 2024), the judge reads the document, what people
+    wrote, and the response, and explains its binary verdict; the paper's judge is GPT-4o. The wording of all prompts
+    is ours. Without a chat template a summary is the first paragraph of the completion, an answer its first line.
+
+    A response without a word is not shown to the judge. It counts as not accurate, as does one whose verdict cannot
+    be read. Both are reported, as shares of all responses. Of several judges the raw agreement (the share of pairs of
+    equal verdicts, over responses that they saw) and Fleiss' κ are reported too; name a judge twice to see how far it
+    agrees with itself.
+
+    Args:
+        task: which documents; the first three are summarised.
+        documents: how many of them, drawn at random.
+        length: tokens of a document that are read, by the model and the judge; the rest is left out.
+        chat: use the chat template.
+        max_tokens: where a response is cut off.
+        judge_url: base address of an OpenAI-compatible endpoint. Its key is read from `OPENAI_API_KEY`.
+        judge_model: names of judges there.
+        judge_timeout: seconds that a judge's reply may take.
+        batch_tokens: at most so many tokens of prompts are computed at once, or one prompt.
+
+    Raises:
+        ValueError: there is no judge, or its address is none.
+    """
+
+    command: ClassVar[str] = "hallucination"
+    paper: ClassVar[str] = "section 3.6, table 4"
+
+    task: Annotated[Task, typer.Option(help="Which documents; the first three are summarised.")] = "xsum"
+    documents: Annotated[int, typer.Option(min=1, help="How many documents, drawn at random.")] = 100
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a document that are read; its beginning.")] = 4096
+    chat: Annotated[bool, typer.Option("--chat", help="Ask in the model's chat template.")] = False
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens at which a response is cut off.")] = 128
+    judge_url: Annotated[str, typer.Option(help="Base address of an OpenAI-compatible endpoint.")] = ""
+    judge_model: Annotated[list[str], typer.Option(help="A judge's name there. May be repeated.")] = field(
+        default_factory=lambda: ["gpt-4o"]
+    )
+    judge_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a judge's reply may take.")] = 120.0
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of prompts computed at once.")] = 8192
+
+    def __post_init__(self) -> None:
+        if not (self.judge_url and self.judges):
+            raise ValueError(
+                "This probe needs a judge: the base address of an OpenAI-compatible endpoint with --judge-url, such as "
+                "http://localhost:8000/v1, and the name of a model there with --judge-model."
+            )
+
+    @property
+    def judges(self) -> dict[str, Judge]:
+        """The judges by name; those of the same name are numbered."""
+        named = {}
+        for at, model in enumerate(self.judge_model):
+            number = f" ({self.judge_model[: at + 1].count(model)})" if self.judge_model.count(model) > 1 else ""
+            named[model + number] = Judge(self.judge_url, model, self.judge_timeout)
+        return named
+
+    @property
+    def dataset(self) -> str:
+        """The task's folder."""
+        return self.task
+
+    @property
+    def kind(self) -> str:
+        """What a response is."""
+        return "summary" if self.task in SUMMARIES else "answer"
+
+    def samples(self, source: Source | None, subject: Subject) -> Mapping[str, Document]:
+        """The documents that are drawn, cut to `length`."""
+        assert source is not None
+        found = read(self.task, source)
+        drawn = random.Random(f"{self.seed}:{self.task}").sample(list(found), min(self.documents, len(found)))
+        return {name: self.cut(found[name], subject) for name in drawn}
+
+    def cut(self, document: Document, subject: Subject) -> Document:
+        """Its beginning."""
+        ids = subject.encode(document.text)
+        return replace(document, text=subject.tokenizer.decode(ids[: self.length])) if ids[self.length :] else document
+
+    def prompt(self, subject: Subject, document: Document) -> list[int]:
+        """Token ids of what the model is to respond to."""
+        if document.question:
+            text = f"Answer the question from the document alone.\n\nDocument: {document.text}"
+            text += f"\n\nQuestion: {document.question}"
+        else:
+            text = f"Summarise the document in a few sentences.\n\nDocument: {document.text}"
+        if self.chat:
+            return subject.chat(text)
+        return subject.prefix + subject.encode(f"{text}\n\n{self.kind.capitalize()}:")
+
+    def response(self, completion: str) -> str:
+        """What a completion has of the response."""
+        if self.chat:
+            return completion.strip()
+        return completion.strip().partition("\n\n" if self.kind == "summary" else "\n")[0]
+
+    def measure(self, subject: Subject, samples: Mapping[str, Document]) -> Iterator[Outcome]:
+        """Has documents responded to, and the responses judged, batch by batch."""
+        names = list(samples)
+        prompts = [self.prompt(subject, samples[name]) for name in names]
+        stop = () if self.chat else ("Document:",)
+        for index, text in completions(subject, prompts, self.max_tokens, self.batch_tokens, stop):
+            yield self.judged(names[index], samples[names[index]], self.response(text))
+
+    def judged(self, name: str, document: Document, response: str) -> Outcome:
+        """A response with all verdicts on it."""
+        asked = JUDGEMENT.format(
+            kind=self.kind,
+            document=document.text + (f"\n\nQuestion: {document.question}" if document.question else ""),
+            reference=document.reference,
+            response=response,
+        )
+        replies = {judge: model.ask(asked) for judge, model in self.judges.items()} if response else {}
+        verdicts = {judge: verdict(reply) for judge, reply in replies.items()}
+        measurements = [
+            Measurement(
+                {"judge": judge},
+                {
+                    "accuracy": float(verdicts.get(judge) is True),
+                    "unreadable": float(bool(response) and verdicts[judge] is None),
+                    "empty": float(not response),
+                },
+            )
+            for judge in self.judges
+        ]
+        if len(verdicts) > 1:
+            measurements.append(Measurement({"judge": "all judges"}, {"agreement": agreement(list(verdicts.values()))}))
+        return Outcome(
+            name, measurements, {"response": response, "asked": asked, "replies": replies, "verdicts": verdicts}
+        )
+
+    def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
+        """Averages, and the judges' κ on each model's responses."""
+        rows = super().rows(measured)
+        for row in rows:
+            if row["cell"]["judge"] == "all judges":
+                for values, outcomes in zip(row["models"], measured, strict=True):
+                    verdicts = [list(outcome.detail["verdicts"].values()) for outcome in outcomes.values()]
+                    kappa = fleiss_kappa([seen for seen in verdicts if seen])
+                    values |= {} if kappa is None else {"kappa": {"mean": kappa}}
+        return rows
+
+    def draw(self, report: Report, figure: Any) -> None:
+        """Accuracy in the eyes of each judge, a bar for each model."""
+        (axes,) = panels(figure, 1)
+        judges = list(self.judges)
+        for index, name in enumerate(report.names):
+            points = [report.select(judge=judge)[0]["models"][index]["accuracy"] for judge in judges]
+            bars(axes, points, index, len(report.names), name)
+        axes.set_ylim(0, 1.3)  # room for the legend
+        axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
+        axes.set_xticks(range(len(judges)), judges)
+        title = f"{self.task}, {report.rows[0]['samples']:,} documents"
+        finish(axes, "judge", "share of responses\nfree of hallucination", title)

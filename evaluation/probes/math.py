@@ -1,0 +1,118 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Word problems of mathematics: how many a model solves, and how long its reasoning is."""
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import typer
+
+from diffllama.evaluation.data import Source
+from diffllama.evaluation.figures import bars, finish, panels
+from diffllama.evaluation.likelihood import completions
+from diffllama.evaluation.models import Subject
+from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report
+from diffllama.evaluation.word_problems import (
+    FOLDERS,
+    INSTRUCTION,
+    LATEX,
+    WORDS,
+    Problem,
+    Task,
+    correct,
+    final_answer,
+    read,
+)
+
+
+@dataclass(kw_only=True)
+class Math(Probe[Problem]):
+    r"""Accuracy and length of the reasoning, by greedy generation.
+
+    The prompts are ours. A problem follows four worked examples, each with `Question:` and `Answer:`, and its
+    completion ends before the next "Question:". Or it is, with `chat`, a user's message with the instruction to put
+    the answer within `\boxed{}`, as models are asked that are fine-tuned on long reasoning. The answer is read from
+    the last `\boxed{}`, else from the last "answer is", else it is the last number.
+
+    The length is that of the text before the answer, in tokens of the model's own tokenizer, or of all of the
+    completion if no answer is stated: a completion that `max_tokens` cuts off is as long as that. Beside those of all
+    problems stand the averages over the problems that were solved, and that were missed; of two models, over those
+    that both solved, and that both missed.
+
+    Args:
+        task: which problems.
+        problems: how many of them, drawn at random; `None` for all.
+        shots: worked examples.
+        chat: use the chat template instead of examples.
+        max_tokens: where a completion is cut off.
+        batch_tokens: at most so many tokens of prompts are computed at once, or one prompt.
+    """
+
+    command: ClassVar[str] = "math"
+    paper: ClassVar[str] = "appendix C"
+
+    task: Annotated[Task, typer.Option(help="Which problems.")] = "gsm8k"
+    problems: Annotated[int | None, typer.Option(min=1, help="How many, drawn at random; all by default.")] = None
+    shots: Annotated[int, typer.Option(min=0, max=4, help="Worked examples before each problem, without --chat.")] = 4
+    chat: Annotated[bool, typer.Option("--chat", help="Ask in the model's chat template, without examples.")] = False
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens at which a completion is cut off.")] = 512
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of prompts computed at once.")] = 8192
+
+    @property
+    def dataset(self) -> str:
+        """The task's folder."""
+        return FOLDERS.get(self.task, self.task)
+
+    def samples(self, source: Source | None, subject: Subject) -> Mapping[str, Problem]:
+        """The problems that are drawn."""
+        assert source is not None
+        found = read(self.task, source)
+        count = min(self.problems or len(found), len(found))
+        return {name: found[name] for name in random.Random(f"{self.seed}:math").sample(list(found), count)}
+
+    def prompt(self, subject: Subject, problem: Problem) -> list[int]:
+        """Token ids of what the model is to complete."""
+        if self.chat:
+            return subject.chat(problem.question + INSTRUCTION)
+        examples = (LATEX if self.task == "math" else WORDS)[: self.shots]
+        texts = [f"Question: {question}\nAnswer: {solution}\n\n" for question, solution in examples]
+        return subject.prefix + subject.encode("".join(texts) + f"Question: {problem.question}\nAnswer:")
+
+    def measure(self, subject: Subject, samples: Mapping[str, Problem]) -> Iterator[Outcome]:
+        """Has each problem answered."""
+        names = list(samples)
+        prompts = [self.prompt(subject, samples[name]) for name in names]
+        stop = () if self.chat else ("Question:",)
+        for index, text in completions(subject, prompts, self.max_tokens, self.batch_tokens, stop):
+            right = samples[names[index]].answer
+            answer = final_answer(text)
+            solved = correct(answer.text, right)
+            tokens = float(len(subject.encode(text[: answer.start])))
+            everything = {"accuracy": float(solved), "stated": float(answer.stated), "tokens": tokens}
+            yield Outcome(
+                names[index],
+                [
+                    Measurement({"problems": "all"}, everything),
+                    Measurement({"problems": "solved" if solved else "missed"}, {"tokens": tokens}),
+                ],
+                {"completion": text, "answer": answer.text, "right": right},
+            )
+
+    def draw(self, report: Report, figure: Any) -> None:
+        """Shares of all problems, and lengths by kind of problem; a bar for each model."""
+        share, length = panels(figure, 2)
+        rows = {row["cell"]["problems"]: row for row in report.rows}
+        shares, kinds = ("accuracy", "stated"), [kind for kind in ("all", "solved", "missed") if kind in rows]
+        for index, name in enumerate(report.names):
+            everything = rows["all"]["models"][index]
+            bars(share, [everything[metric] for metric in shares], index, len(report.names), name)
+            lengths = [rows[kind]["models"][index]["tokens"] for kind in kinds]
+            bars(length, lengths, index, len(report.names), "")
+        share.set_ylim(0, 1.3)  # room for the legend
+        share.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
+        share.set_xticks(range(2), ["solved", "with a stated answer"])
+        length.set_xticks(range(len(kinds)), [f"{kind}\n({rows[kind]['samples']:,})" for kind in kinds])
+        finish(share, "", "share of problems", self.task)
+        finish(length, "problems" if len(report.names) == 1 else "problems (both models)", "tokens of reasoning")

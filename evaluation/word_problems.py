@@ -1,0 +1,230 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Word problems of mathematics: their files, worked examples, and whether a completion has the right answer."""
+
+import csv
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Literal
+from xml.etree import ElementTree
+
+from diffllama.evaluation.data import Source, field, read_rows, read_text
+
+
+Task = Literal["gsm8k", "math", "svamp", "asdiv", "mawps"]
+
+FOLDERS = {"math": "multiple_choice"}
+"""Tasks whose data `find` has under another name."""
+
+INSTRUCTION = "\n\nReason step by step, and put your final answer within \\boxed{}."
+"""What follows a problem in a chat."""
+
+WORDS = (
+    (
+        "A bakery packs 6 rolls into a bag. It has packed 7 bags, and 5 rolls are left over. How many rolls are there?",
+        "The bags hold 6 * 7 = 42 rolls. With those left over there are 42 + 5 = 47 rolls. The answer is 47.",
+    ),
+    (
+        "Nora had $40. She bought 3 tickets for $8 each. How many dollars has she left?",
+        "The tickets cost 3 * 8 = 24 dollars. Nora has 40 - 24 = 16 dollars left. The answer is 16.",
+    ),
+    (
+        "A tank holds 90 litres and is one third full. 12 litres are drawn from it. How many litres are in it now?",
+        "One third of 90 litres is 90 / 3 = 30 litres. Then 30 - 12 = 18 litres are in it. The answer is 18.",
+    ),
+    (
+        "Omar walks 4 km in the morning and twice as far in the evening, 5 days a week. How many km is that in a week?",
+        "In the evening he walks 2 * 4 = 8 km, so 4 + 8 = 12 km a day. In a week it is 12 * 5 = 60. The answer is 60.",
+    ),
+)
+"""Problems with their solutions, which end as a completion should."""
+
+LATEX = (
+    ("What is the value of $2^5 - 3 \\cdot 4$?", "We have $2^5 = 32$ and $3 \\cdot 4 = 12$. The answer is $20$."),
+    (
+        "A bag holds 4 red and 6 blue balls. What is the probability that a ball drawn at random is red?",
+        "There are $4 + 6 = 10$ balls, of which 4 are red, and $\\frac{4}{10} = \\frac{2}{5}$. "
+        "The answer is $\\frac{2}{5}$.",
+    ),
+    (
+        "Solve $3x + 7 = 22$ for $x$.",
+        "Subtracting 7 gives $3x = 15$, and dividing by 3 gives $x = 5$. The answer is $5$.",
+    ),
+    (
+        "A right triangle has legs of length 2 and 6. What is the length of its hypotenuse?",
+        "It is $\\sqrt{2^2 + 6^2} = \\sqrt{40} = 2\\sqrt{10}$. The answer is $2\\sqrt{10}$.",
+    ),
+)
+"""The same for MATH, whose answers are LaTeX."""
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question and its right answer."""
+
+    question: str
+    answer: str
+
+
+def read(task: Task, source: Source) -> dict[str, Problem]:
+    """The problems of a task by name, from its publisher's files.
+
+    Args:
+        task: which form the files have.
+        source: a file, or a folder with it: gsm8k `test.jsonl`; math `math.jsonl`; svamp `SVAMP.json`; asdiv
+            `ASDiv.xml`; mawps any number of `.csv` with the columns `Question`, `Numbers` and `Answer`. The rows of
+            gsm8k and math have `question`, `problem` or `context`, and `answer`, of which only what follows "####"
+            counts where there is that: any file of that form will do.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it has another form.
+    """
+    match task:
+        case "gsm8k" | "math":
+            file = source.file("test.jsonl" if task == "gsm8k" else "math.jsonl")
+            files, problems = [file], _rows
+        case "svamp":
+            files, problems = [source.file("SVAMP.json")], _svamp
+        case "asdiv":
+            files, problems = [source.file("ASDiv.xml")], _asdiv
+        case "mawps":
+            files, problems = sorted(source.path.glob("*.csv")) or [source.file("fold0.dev.csv")], _mawps
+    found = {f"{file.name}:{number}": one for file in files for number, one in enumerate(problems(file))}
+    if not found:
+        raise ValueError(f"{source.path} has no problem.")
+    return found
+
+
+def _rows(file: Path) -> Iterator[Problem]:
+    for row in read_rows(file):
+        question = field(row, ("question", "problem", "context"), file)
+        yield Problem(question, str(field(row, "answer", file)).rpartition("####")[2].strip())
+
+
+def _svamp(file: Path) -> Iterator[Problem]:
+    for row in read_rows(file):
+        question = _joined(field(row, "Body", file), field(row, "Question", file))
+        yield Problem(question, str(field(row, "Answer", file)))
+
+
+def _asdiv(file: Path) -> Iterator[Problem]:
+    try:
+        root = ElementTree.fromstring(read_text(file))
+    except ElementTree.ParseError as error:
+        raise ValueError(f"{file} is not XML: {error}") from error
+    for element in root.iter("Problem"):
+        row = {child.tag: child.text or "" for child in element}
+        question = _joined(field(row, "Body", file), field(row, "Question", file))
+        yield Problem(question, field(row, "Answer", file))
+
+
+def _mawps(file: Path) -> Iterator[Problem]:
+    for row in csv.DictReader(read_text(file).splitlines(keepends=True), restval=""):
+        numbers = [number.removesuffix(".0") for number in field(row, "Numbers", file).split()]
+        masked = field(row, "Question", file)
+        words = re.split(r"number(\d+)", masked)
+        try:
+            words[1::2] = [numbers[int(at)] for at in words[1::2]]
+        except IndexError as error:
+            raise ValueError(f"{file} has a question with more numbers than its `Numbers`: {masked}") from error
+        yield Problem("".join(words), field(row, "Answer", file))
+
+
+def _joined(body: str, question: str) -> str:
+    """A body that is no whole sentence ("If there are 3 more") is the beginning of its question."""
+    body = body.strip()
+    return f"{body}{'' if body.endswith(('.', '?', '!')) else ','} {question.strip()}"
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
+UNIT = r"(?:\s+\(?[a-z]{2}[^\d\\^=+*/]*?(?:\^[23])?)?\s*(?:\.(?:\s.*)?)?"
+"""What may follow a number: words, perhaps squared, and the end of the sentence."""
+
+SPELLINGS = (
+    ("−", "-"),
+    (r"\\[!,;: ]|\\left\b|\\right\b|\\?[$%]|\^\{?\\circ\}?|\*\*", ""),
+    (r"\\(?:text|textbf|textrm|mathrm|mbox)\{([^{}]*)\}", r"\1"),
+    (r"\\[dtc]frac", r"\\frac"),
+    (r"\\frac\s*(\d)", r"\\frac{\1}"),
+    (r"\\frac\{(-?\d+)\}\s*(\d)", r"\\frac{\1}{\2}"),
+    (r"\\frac\{(-?\d+)\}\s*\{(\d+)\}", r" \1/\2"),
+)
+"""Ways of writing the same that are undone, in this order."""
+
+
+@dataclass(frozen=True)
+class Final:
+    """A completion's answer.
+
+    Args:
+        text: the answer.
+        start: where in the completion it begins; its length if no answer is stated.
+        stated: whether it is stated as one, and not merely the last number.
+    """
+
+    text: str
+    start: int
+    stated: bool
+
+
+def final_answer(completion: str) -> Final:
+    r"""The last `\boxed{}`, or else what follows the last "answer is" or "####" in its line, or the last number."""
+    box = completion.rfind("\\boxed{")
+    if box >= 0 and (inside := _braced(completion[box + len("\\boxed{") :])) is not None:
+        return Final(inside, box, True)
+    marks = list(re.finditer(r"(?:\banswer(?: is|:)|####):?[ *]*(?=\S)", completion, re.IGNORECASE))
+    if marks:
+        start = marks[-1].end()
+        return Final(completion[start:].partition("\n")[0].strip(), start, True)
+    numbers = re.findall(rf"(?<![\w.]){NUMBER}", completion)
+    return Final(numbers[-1] if numbers else "", len(completion), False)
+
+
+def _braced(text: str) -> str | None:
+    """What stands before the brace that closes."""
+    depth = 1
+    for at, letter in enumerate(text):
+        depth += (letter == "{") - (letter == "}")
+        if not depth:
+            return text[:at]
+    return None
+
+
+def value(answer: str) -> Fraction | str:
+    """What an answer means: a number if it is one, with or without a unit, or its text without spaces.
+
+    Thousands' commas, dollar and per cent signs, degrees and LaTeX's spaces do not count; `\\frac12`, 1/2 and 0.5 are
+    one number. An expression with a root, π or a variable is a text: it equals only one that is written like it.
+    """
+    for pattern, replacement in SPELLINGS:
+        answer = re.sub(pattern, replacement, answer)
+    text = answer.strip().lower()
+    text = re.sub(r"^(?:[a-z]\s*|[^a-z\\]*)=\s*", "", text)  # x = 5, 2 + 3 = 5
+    if len(text) > 200:  # no number, and slow to read as one
+        return text
+    if match := re.fullmatch(rf"(-?)\s*(?:(\d+)\s+)?(-?\d+)/([1-9]\d*){UNIT}", text):
+        sign, whole, numerator, denominator = match.groups()
+        return (-1 if sign else 1) * (int(whole or 0) + Fraction(int(numerator), int(denominator)))
+    if match := re.fullmatch(rf"({NUMBER}){UNIT}", text):
+        return Fraction(match[1].replace(",", ""))
+    return re.sub(r"\s+", "", text).rstrip(".")
+
+
+def correct(answer: str, right: str) -> bool:
+    """Whether an answer means the right one: the same text or number.
+
+    Numbers may differ by a ten thousandth of the right one, but by no more than 0.0001, as 5/6 and 0.8333 do.
+    """
+    one, other = value(answer), value(right)
+    if isinstance(one, str) or isinstance(other, str):
+        return one == other
+    return abs(one - other) <= min(Fraction(1), abs(other)) / 10_000

@@ -1,0 +1,176 @@
+"""The probe of hallucination: summaries and judges that are known."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from judging import Answer, Endpoint
+from ruled import ruled
+from subjects import KINDS, tiny_subject
+
+from diffllama.evaluation import judge
+from diffllama.evaluation.models import Subject
+from diffllama.evaluation.probes.hallucination import Hallucination
+from diffllama.evaluation.runs import Candidate, Report, run
+
+
+def measured(output: Path, *subjects: Subject, data: Path | None = None, **settings: Any) -> Report:
+    candidates = [Candidate(subject.name, {}, lambda subject=subject: subject) for subject in subjects]
+    return run(Hallucination(**settings), candidates, output=output, data=data)
+
+
+def summariser(known: int) -> Subject:
+    """Summarises "There are N birds. …" by its first sentence if N < `known`, or else wrongly, or, from 100 on, not."""
+
+    def answer(text: str) -> str:
+        number = int(text.rpartition("There are ")[2].partition(" ")[0])
+        return f"\nThere are {number + (number >= known)} birds.\n\nAnd more." if number < 100 else ""
+
+    return ruled(answer, after="\n\nSummary:")
+
+
+def strict(body: dict[str, Any], count: int) -> Answer:
+    """Asks that the document say what the response says."""
+    document, _, response = body["messages"][0]["content"].partition("\n\nProposed ")
+    claim = response.partition(": ")[2].partition("\n\nFirst explain")[0]
+    return f"I see.\nConclusion: {claim in document.partition('Document: ')[2].partition('Reference ')[0]}"
+
+
+def mean(report: Report, model: int = 0, **cell: Any) -> dict[str, float]:
+    (row,) = report.select(**cell)
+    return {metric: value["mean"] for metric, value in row["models"][model].items()}
+
+
+@pytest.fixture(autouse=True)
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+    monkeypatch.setattr(judge, "BACKOFF", 0.0)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    with Endpoint(lambda body, count: endpoint.rule(body, count)) as endpoint:
+        endpoint.rule = strict
+        yield endpoint
+
+
+@pytest.fixture
+def birds(tmp_path: Path) -> Path:
+    file = tmp_path / "birds.jsonl"
+    rows = [
+        {"document": f"There are {number} birds. They sing.", "summary": f"{number} birds sing."}
+        for number in (*range(10, 16), 100, 101)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_the_share_of_summaries_that_the_document_supports(birds: Path, tmp_path: Path, endpoint: Endpoint) -> None:
+    report = measured(tmp_path, summariser(14), data=birds, judge_url=endpoint.url, max_tokens=40)
+    assert [row["cell"] for row in report.rows] == [{"judge": "gpt-4o"}]
+    assert report.rows[0]["samples"] == 8
+    assert mean(report, judge="gpt-4o") == {"accuracy": 4 / 8, "unreadable": 0, "empty": 2 / 8}
+    assert len(endpoint.bodies) == 6
+    assert set(endpoint.keys) == {"Bearer sk-secret"}
+    detail = report.outcomes[0]["birds.jsonl:5"].detail
+    assert detail["response"] == "There are 16 birds."
+    assert detail["replies"] == {"gpt-4o": "I see.\nConclusion: False"}
+    assert detail["verdicts"] == {"gpt-4o": False}
+    assert "Document: There are 15 birds. They sing.\n\nReference summary: 15 birds sing.\n\n" in detail["asked"]
+    assert detail["asked"] in [body["messages"][0]["content"] for body in endpoint.bodies]
+    assert report.outcomes[0]["birds.jsonl:6"].detail["replies"] == {}
+    assert json.loads((tmp_path / "results.json").read_text())["rows"] == report.rows
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    assert not [file for file in tmp_path.iterdir() if b"secret" in file.read_bytes()]
+
+
+def test_judges_that_differ(birds: Path, tmp_path: Path, endpoint: Endpoint) -> None:
+    """The kind judge finds everything true, the vague one gives no verdict on the first."""
+
+    def rule(body: dict[str, Any], count: int) -> Answer:
+        if body["model"] == "kind":
+            return "Conclusion: True"
+        return "Hm." if body["model"] == "vague" and "There are 10" in str(body) else strict(body, count)
+
+    endpoint.rule = rule
+    judges = ["strict", "kind", "vague"]
+    settings = {"data": birds, "judge_url": endpoint.url, "judge_model": judges, "max_tokens": 40}
+    report = measured(tmp_path, summariser(14), summariser(99), **settings)
+    assert [mean(report, judge=name)["accuracy"] for name in judges] == [4 / 8, 6 / 8, 3 / 8]
+    assert [mean(report, judge=name)["unreadable"] for name in judges] == [0, 0, 1 / 8]
+    assert [mean(report, 1, judge=name)["accuracy"] for name in judges] == [6 / 8, 6 / 8, 5 / 8]
+    # of each response three pairs: all of 10's but one differ, 11 to 13's agree, two of 14's and 15's differ
+    observed = (1 / 3 + 3 + 1 / 3 + 1 / 3) / 6
+    chance = (13 / 18) ** 2 + (4 / 18) ** 2 + (1 / 18) ** 2
+    (row,) = report.select(judge="all judges")
+    assert row["samples"] == 6
+    assert mean(report, judge="all judges") == pytest.approx(
+        {"agreement": observed, "kappa": (observed - chance) / (1 - chance)}
+    )
+    assert report.select(judge="strict")[0]["difference"]["accuracy"]["mean"] == pytest.approx(2 / 8)
+
+
+def test_a_judge_asked_twice(birds: Path, tmp_path: Path, endpoint: Endpoint) -> None:
+    endpoint.rule = lambda body, count: f"Conclusion: {count % 2 == 0 or 'There are 10' in str(body)}"
+    judges = ["one", "one"]
+    report = measured(tmp_path, summariser(99), data=birds, judge_url=endpoint.url, judge_model=judges, max_tokens=40)
+    assert [row["cell"]["judge"] for row in report.rows] == ["one (1)", "one (2)", "all judges"]
+    assert [mean(report, judge=f"one ({number})")["accuracy"] for number in (1, 2)] == [6 / 8, 1 / 8]
+    assert mean(report, judge="all judges")["agreement"] == pytest.approx(1 / 6)
+
+
+def test_a_judge_that_dies_is_asked_only_for_the_rest(birds: Path, tmp_path: Path, endpoint: Endpoint) -> None:
+    endpoint.rule = lambda body, count: strict(body, count) if count < 4 else (401, "no credit")
+    settings = {"data": birds, "judge_url": endpoint.url, "max_tokens": 40}
+    with pytest.raises(ConnectionError, match="refuses: 401 Unauthorized, no credit"):
+        measured(tmp_path, summariser(14), **settings)
+    before = len(endpoint.bodies)
+    endpoint.rule = strict
+    report = measured(tmp_path, summariser(14), **settings)
+    assert (before, len(endpoint.bodies)) == (5, 5 + 2)
+    assert mean(report, judge="gpt-4o")["accuracy"] == 4 / 8
+    assert measured(tmp_path, summariser(14), **settings).rows == report.rows
+    assert len(endpoint.bodies) == 7
+
+
+def test_questions_are_answered_in_one_line(tmp_path: Path, endpoint: Endpoint) -> None:
+    subject = ruled(lambda text: " the Ebbe\nQuestion: no", after="live?\n\nAnswer:")
+    report = measured(tmp_path, subject, task="hotpotqa", judge_url=endpoint.url, max_tokens=20)
+    first = report.outcomes[0]["dev.json:0"].detail
+    assert first["response"] == "the Ebbe"
+    assert '\n\nQuestion: In which river\'s valley does the composer of "The Lamplighter" live?\n\n' in first["asked"]
+    assert first["verdicts"] == {"gpt-4o": True}
+
+
+def test_a_long_document_is_cut_for_model_and_judge(birds: Path, tmp_path: Path, endpoint: Endpoint) -> None:
+    seen: list[str] = []
+    subject = ruled(lambda text: seen.append(text) or " No.", after="\n\nSummary:")
+    measured(tmp_path, subject, data=birds, length=19, documents=1, judge_url=endpoint.url, max_tokens=3)
+    document = seen[0].partition("Document: ")[2].partition("\n\n")[0]
+    assert len(document) == 19
+    assert f"Document: {document}\n\n" in endpoint.bodies[0]["messages"][0]["content"]
+
+
+def test_chat_templates_keep_every_paragraph(birds: Path, tmp_path: Path, endpoint: Endpoint) -> None:
+    subject = ruled(lambda text: "One.\n\nTwo.", after="They sing.<assistant>")
+    subject.tokenizer.chat_template = "<user>{{ messages[0].content }}<assistant>"
+    report = measured(tmp_path, subject, data=birds, documents=2, chat=True, judge_url=endpoint.url, max_tokens=15)
+    assert [outcome.detail["response"] for outcome in report.outcomes[0].values()] == 2 * ["One.\n\nTwo."]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_model_can_be_probed(kind: str, tmp_path: Path, endpoint: Endpoint) -> None:
+    report = measured(tmp_path, tiny_subject(kind), judge_url=endpoint.url, max_tokens=5)
+    assert report.rows[0]["samples"] == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({}, "needs a judge: the base address of an OpenAI-compatible endpoint with --judge-url"),
+        ({"judge_url": "http://localhost", "judge_model": []}, "the name of a model there with --judge-model"),
+        ({"judge_url": "localhost:8000"}, "--judge-url must be the base address"),
+    ],
+)
+def test_without_a_judge_nothing_is_generated(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Hallucination(**settings)

@@ -1,0 +1,120 @@
+"""Judges behind an endpoint that fails in every way, verdicts, and agreement computed by hand."""
+
+import threading
+
+import pytest
+from judging import Answer, Endpoint
+
+from diffllama.evaluation import judge
+from diffllama.evaluation.judge import Judge, Verdict, agreement, fleiss_kappa, verdict
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "BACKOFF", 0.0)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+def test_a_judge_is_asked_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Endpoint(lambda body, count: "Yes.") as endpoint:
+        assert Judge(endpoint.url, "one").ask("Is it so?") == "Yes."
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+        assert Judge(f"{endpoint.url}/", "two").ask("Sure?") == "Yes."
+    assert endpoint.keys == [None, "Bearer sk-secret"]
+    assert endpoint.bodies == [
+        {"model": model, "messages": [{"role": "user", "content": text}], "temperature": 0}
+        for model, text in [("one", "Is it so?"), ("two", "Sure?")]
+    ]
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_judge_that_recovers(status: int) -> None:
+    with Endpoint(lambda body, count: "Yes." if count == 2 else (status, "busy")) as endpoint:
+        assert Judge(endpoint.url, "one").ask("?") == "Yes."
+
+
+@pytest.mark.parametrize(
+    ("answer", "requests", "says"),
+    [
+        ((500, "out of order"), 1 + judge.RETRIES, "refuses: 500 Internal Server Error, out of order"),
+        ((401, "wrong key"), 1, "refuses: 401 Unauthorized, wrong key \\(its key is read from .* OPENAI_API_KEY"),
+        ((404, "no such model"), 1, "refuses: 404 Not Found, no such model$"),
+    ],
+)
+def test_a_judge_that_refuses(answer: Answer, requests: int, says: str) -> None:
+    with Endpoint(lambda body, count: answer) as endpoint, pytest.raises(ConnectionError, match=says):
+        Judge(endpoint.url, "one").ask("?")
+    assert len(endpoint.bodies) == requests
+
+
+@pytest.mark.parametrize("body", ["<html>", "[]", '{"choices": []}', '{"choices": [{"text": "Yes."}]}', '{"error": 1}'])
+def test_a_reply_that_is_no_completion(body: str) -> None:
+    with Endpoint(lambda *_: (200, body)) as endpoint, pytest.raises(ValueError, match="sent no chat completion: "):
+        Judge(endpoint.url, "one").ask("?")
+
+
+def test_a_reply_without_content_is_empty() -> None:
+    with Endpoint(lambda *_: (200, '{"choices": [{"message": {"content": null}}]}')) as endpoint:
+        assert Judge(endpoint.url, "one").ask("?") == ""
+
+
+def test_a_judge_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "RETRIES", 1)
+    over = threading.Event()
+
+    def wait(body: object, count: int) -> str:
+        over.wait(10)
+        return "Yes."
+
+    with Endpoint(wait) as endpoint:
+        with pytest.raises(ConnectionError, match=r"does not answer: .*timed out"):
+            Judge(endpoint.url, "one", timeout=0.05).ask("?")
+        over.set()
+    assert len(endpoint.bodies) == 2
+    with pytest.raises(ConnectionError, match="does not answer"):
+        Judge(endpoint.url, "one").ask("?")  # nobody listens there any more
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:8000/v1", "file:///etc/passwd", "http://", "https://me:secret@host/v1", "https://host/v1?key=secret"],
+)
+def test_other_addresses_are_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="--judge-url must be the base address of an OpenAI-compatible endpoint"):
+        Judge(url, "one")
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("All of it is there.\nConclusion: True", True),
+        ("The year is wrong.\n\n**Conclusion: False**", False),
+        ("**Conclusion:** true.", True),
+        ('It might be "Conclusion: True", but no.\nCONCLUSION - FALSE', False),
+        ("True", None),
+        ("Conclusion: it is true", None),
+        ("Conclusion: Falsehood", None),
+        ("", None),
+    ],
+)
+def test_verdicts(reply: str, expected: Verdict) -> None:
+    assert verdict(reply) is expected
+
+
+def test_agreement_is_the_share_of_equal_pairs() -> None:
+    assert agreement([True, True]) == 1
+    assert agreement([True, False]) == agreement([True, None]) == 0
+    assert agreement([True, True, False]) == pytest.approx(1 / 3)
+    assert agreement([None, None, False, False]) == pytest.approx(2 / 6)
+
+
+def test_fleiss_kappa() -> None:
+    # of eight verdicts five are true; three pairs of four are equal
+    texts = [[True, True], [True, True], [False, False], [True, False]]
+    chance = (5 / 8) ** 2 + (3 / 8) ** 2
+    assert fleiss_kappa(texts) == pytest.approx((3 / 4 - chance) / (1 - chance))
+    assert fleiss_kappa([[True, True], [False, False]]) == 1
+    assert fleiss_kappa([[True, False], [False, True]]) == -1
+    assert fleiss_kappa([[True, True], [True, True]]) is None
+    assert fleiss_kappa([]) is None

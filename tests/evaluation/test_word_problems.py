@@ -1,0 +1,178 @@
+"""Files of word problems, and answers in completions."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from diffllama.evaluation.data import Source, find
+from diffllama.evaluation.word_problems import (
+    FOLDERS,
+    LATEX,
+    WORDS,
+    Final,
+    Problem,
+    correct,
+    final_answer,
+    read,
+    value,
+)
+
+
+@pytest.mark.parametrize(
+    ("task", "count", "name", "problem"),
+    [
+        ("gsm8k", 6, "test.jsonl:4", ("A printer prints 25 pages a minute.", "1,250")),
+        ("math", 6, "math.jsonl:3", ("What is the area of a circle with diameter $6$?", "9\\pi")),
+        ("svamp", 5, "SVAMP.json:0", ("There are 24 pens in a box. If 9 of them are taken out, How many", "15.0")),
+        ("asdiv", 5, "ASDiv.xml:0", ("Five grey doves and three white doves sit on a roof. How", "8 (doves)")),
+        ("mawps", 5, "fold0.dev.csv:2", ("A shelf holds 15 cups and each cup costs 2.5 dollars .", "37.5")),
+    ],
+)
+def test_the_files_of_each_task(task: str, count: int, name: str, problem: tuple[str, str]) -> None:
+    problems = read(task, find(FOLDERS.get(task, task), None))
+    assert len(problems) == count
+    assert problems[name].question.startswith(problem[0])
+    assert problems[name].answer == problem[1]
+
+
+def test_all_files_of_a_folder_are_read(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f"fold{number}.dev.csv").write_text(
+            'Question,Numbers,Answer\n"number1 , number10 ?",0.0 1.5 2 3 4 5 6 7 8 9 10.0,12.0\n'
+        )
+    problem = Problem("1.5 , 10 ?", "12.0")
+    assert read("mawps", Source(tmp_path, False)) == {"fold0.dev.csv:0": problem, "fold1.dev.csv:0": problem}
+
+
+def test_other_rows_of_that_form(tmp_path: Path) -> None:
+    (tmp_path / "any.jsonl").write_text('{"problem": "2 + 2?", "answer": 4}\n')
+    assert read("math", Source(tmp_path / "any.jsonl", False)) == {"any.jsonl:0": Problem("2 + 2?", "4")}
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "content", "says"),
+    [
+        (
+            "gsm8k",
+            "test.jsonl",
+            '{"text": "2 + 2?"}',
+            "row without `question` or `problem` or `context`: it has text",
+        ),
+        ("math", "math.jsonl", '{"context": "2 + 2?"}', "math.jsonl has a row without `answer`"),
+        ("svamp", "SVAMP.json", '[{"Question": "?"}]', "SVAMP.json has a row without `Body`"),
+        ("svamp", "other.json", "[]", "has no SVAMP.json. Name the file or its folder with --data"),
+        ("asdiv", "ASDiv.xml", "<a>", "ASDiv.xml is not XML"),
+        ("asdiv", "ASDiv.xml", "<a><Problem><Body>1</Body></Problem></a>", "row without `Question`: it has Body"),
+        ("asdiv", "ASDiv.xml", "<a/>", "has no problem"),
+        ("mawps", "a.csv", "Question,Answer\n1,1", "a.csv has a row without `Numbers`"),
+        ("mawps", "a.csv", "Question,Numbers,Answer\nnumber0", "more numbers than its `Numbers`: number0"),
+        ("mawps", "a.csv", "Question,Numbers,Answer\nnumber1,2,1", "more numbers than its `Numbers`: number1"),
+    ],
+)
+def test_files_of_another_form_are_refused(task: str, name: str, content: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=says):
+        read(task, Source(tmp_path, False))
+
+
+@pytest.mark.parametrize(
+    ("completion", "final"),
+    [
+        ("2 + 2 = 4. The answer is 4.", Final("4.", 25, True)),
+        ("The answer is 3? No: the answer is: $4$", Final("$4$", 36, True)),
+        ("So 2 + 2 = 4\n#### 4\n", Final("4", 18, True)),
+        ("**Final answer:** 1,000 m", Final("1,000 m", 18, True)),
+        ("Is it $\\boxed{3}$? It is $\\boxed{\\frac{1}{2}}$, the answer is half.", Final("\\frac{1}{2}", 26, True)),
+        ("The answer is 3, so \\boxed{3", Final("3, so \\boxed{3", 14, True)),  # cut off
+        ("from 10-5 come 5.", Final("5", 17, False)),
+        ("-7 and x2", Final("-7", 9, False)),
+        ("no number", Final("", 9, False)),
+    ],
+)
+def test_the_answer_of_a_completion(completion: str, final: Final) -> None:
+    assert final_answer(completion) == final
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("18", 18),
+        (" 18.0. ", 18),
+        ("$1,234.50", Fraction("1234.5")),
+        ("-\\$0.50", Fraction(-1, 2)),
+        ("−3", -3),
+        ("25\\%", 25),
+        ("**18**", 18),
+        ("5,\\!040", 5040),
+        ("18 dollars per day.", 18),
+        ("18. She has 3 more.", 18),
+        ("8 (doves)", 8),
+        ("135\\text{ square feet}", 135),
+        ("440\\text{ cm}^2", 440),
+        ("90^{\\circ}", 90),
+        ("90^\\circ", 90),
+        ("x = 5", 5),
+        ("2 + 3 = 5.", 5),
+        (".5", Fraction(1, 2)),
+        ("1/2", Fraction(1, 2)),
+        ("1 1/2 cups", Fraction(3, 2)),
+        ("-\\frac{7}{17}", Fraction(-7, 17)),
+        ("\\dfrac{5}{6}", Fraction(5, 6)),
+        ("\\frac12", Fraction(1, 2)),
+        ("\\frac 9{20}", Fraction(9, 20)),
+        ("1\\frac{1}{4}", Fraction(5, 4)),
+        ("$ \\frac{3}{16} $.", Fraction(3, 16)),
+    ],
+)
+def test_answers_that_are_numbers(answer: str, number: Fraction | int) -> None:
+    assert value(answer) == number
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Mrs. Lane.", "Mrs. Lane"),
+        ("\\text{(B)}", "(b)"),
+        ("\\left( -\\frac{1}{4}, -2 \\right)", "(-\\tfrac{1}{4},-2)"),
+        ("2 \\sqrt{3}", "2\\sqrt{3}."),
+        ("y = 2x + 1", "2x+1"),
+        ("-5, 1, 4", "-5,1,4"),
+        ("0.8333", "5/6"),
+        ("7" * 5000, "7" * 5000),
+    ],
+)
+def test_answers_that_are_equal(one: str, other: str) -> None:
+    assert correct(one, other)
+    assert correct(other, one)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("", "0"),
+        ("81", "18"),
+        ("18 and 3", "18"),
+        ("2\\sqrt{3}", "2"),
+        ("2\\pi", "2"),
+        ("2x", "2"),
+        ("1,2", "12"),
+        ("0.833", "5/6"),
+        ("70001", "70000"),
+        ("0.001", "0"),
+        ("0.0011", "0.0010"),
+        ("1/0", "0"),
+        ("20x - 69 = 0", "0"),
+        ("July 20", "June 20"),
+    ],
+)
+def test_answers_that_are_not_equal(one: str, other: str) -> None:
+    assert not correct(one, other)
+
+
+@pytest.mark.parametrize("examples", [WORDS, LATEX])
+def test_examples_state_their_answers(examples: tuple[tuple[str, str], ...]) -> None:
+    finals = [final_answer(solution) for _, solution in examples]
+    assert all(final.stated for final in finals)
+    solved = [value(final.text) for final in finals]
+    assert solved in ([47, 16, 18, 60], [20, Fraction(2, 5), 5, "2\\sqrt{10}"])

@@ -1,0 +1,55 @@
+"""An OpenAI-compatible endpoint on the loopback interface, which judges by a rule."""
+
+import json
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+Answer = str | tuple[int, str]
+"""A completion's text; or status and body of another response."""
+
+
+class Endpoint:
+    """Answers `POST /v1/chat/completions` by a rule, and keeps the requests. A context manager.
+
+    Args:
+        rule: body of a request and how many came before it -> the answer.
+    """
+
+    def __init__(self, rule: Callable[[dict[str, Any], int], Answer]) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                count = len(endpoint.bodies)
+                endpoint.bodies.append(body)
+                endpoint.keys.append(self.headers["Authorization"])
+                answer = rule(body, count) if self.path == "/v1/chat/completions" else (404, "no such path")
+                if isinstance(answer, str):
+                    answer = 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": answer}}]})
+                status, text = answer
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text.encode())))
+                self.end_headers()
+                with suppress(ConnectionError):  # the client was impatient
+                    self.wfile.write(text.encode())
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+
+    def __enter__(self) -> "Endpoint":
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
