@@ -25,8 +25,12 @@ def panels(figure: Figure, count: int, width: float = 5.2, height: float = 3.8, 
 
 
 def line(axes: Axes, x: Sequence[float], points: Sequence[dict[str, float]], index: int, label: str) -> None:
-    """Means over x with their intervals as a band; `points` have `mean`, and `low` and `high` where there are some."""
-    axes.plot(x, [point["mean"] for point in points], color=COLOURS[index % 7], marker=MARKERS[index % 7], label=label)
+    """Means over x with their intervals as a band; `points` have `mean`, and `low` and `high` where there are some.
+
+    The first line is the widest, so that it is seen under one with the same means.
+    """
+    means, style = [point["mean"] for point in points], {"color": COLOURS[index % 7], "marker": MARKERS[index % 7]}
+    axes.plot(x, means, **style, linewidth=4 / (index + 1), markersize=9 / (index + 1) ** 0.5, label=label)
     if all("low" in point for point in points):
         low, high = ([point[side] for point in points] for side in ("low", "high"))
         axes.fill_between(x, low, high, color=COLOURS[index % 7], alpha=0.15, linewidth=0)
