@@ -56,7 +56,7 @@ def tables(report: Any) -> Iterator[Table]:
 def table(rows: list[Any], names: list[str]) -> Table:
     """Rows whose cells have the same fields."""
     cells = list(rows[0]["cell"])
-    metrics = list(dict.fromkeys(name for row in rows for name in row["models"][0]))
+    metrics = list(dict.fromkeys(name for row in rows for one in row["models"] for name in one))
     groups = list(names) if len(names) > 1 else [""]
     groups += ["difference"] * any("difference" in row for row in rows)
     headers = [f"{metric}\n{group}".strip() for metric in metrics for group in groups]
@@ -71,7 +71,7 @@ def table(rows: list[Any], names: list[str]) -> Table:
 
 def short(names: list[str]) -> list[str]:
     """The last parts of names, if they tell them apart."""
-    last = [Path(name).resolve().name for name in names]
+    last = [Path(name).absolute().name for name in names]
     return last if len(set(last)) == len(names) else names
 
 

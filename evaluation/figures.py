@@ -29,8 +29,11 @@ def line(axes: Axes, x: Sequence[float], points: Sequence[dict[str, float]], ind
 
     The first line is the widest, so that it is seen under one with the same means.
     """
-    means, style = [point["mean"] for point in points], {"color": COLOURS[index % 7], "marker": MARKERS[index % 7]}
-    axes.plot(x, means, **style, linewidth=4 / (index + 1), markersize=9 / (index + 1) ** 0.5, label=label)
+    colour, size = COLOURS[index % 7], 1 / (index + 1)
+    means = [point["mean"] for point in points]
+    axes.plot(
+        x, means, color=colour, marker=MARKERS[index % 7], linewidth=4 * size, markersize=9 * size**0.5, label=label
+    )
     if all("low" in point for point in points):
         low, high = ([point[side] for point in points] for side in ("low", "high"))
         axes.fill_between(x, low, high, color=COLOURS[index % 7], alpha=0.15, linewidth=0)

@@ -35,8 +35,10 @@ class LongTexts(Probe[S]):
         assert source is not None
         found: dict[str, list[int]] = {}
         for name, text in texts(source).items():
+            if len(found) == self.texts:
+                break
             ids = subject.prefix + subject.encode(text[: self.length * 16])
-            if len(ids) >= self.length and len(found) < self.texts:
+            if len(ids) >= self.length:
                 found[name] = ids[: self.length]
         if not found:
             raise ValueError(f"No text in {source.path} has {self.length:,} tokens. Ask for fewer with --length.")

@@ -72,7 +72,9 @@ def test_what_accelerate_launches_fits_the_processes_of_its_file() -> None:
 def test_the_command_line_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tmp_path / "path/to/llama", transformers.LlamaConfig(**SIZES))
     save_model(tmp_path / "path/to/diffllama", transformers.DiffLlamaConfig(**SIZES))
-    tiny_tokenizer().save_pretrained(tmp_path / DEMO_FOLDER)
+    for folder in (DEMO_FOLDER, "tuned/merged"):
+        tiny_model("v2").save_pretrained(tmp_path / folder)
+        tiny_tokenizer().save_pretrained(tmp_path / folder)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     for text in ROOT.glob("*.md"):
         shutil.copy(text, tmp_path)
@@ -85,7 +87,11 @@ def test_the_command_line_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: p
         assert CliRunner().invoke(app, words[1:], catch_exceptions=False).exit_code == 0
         if words[1] == "pretrain":
             output = yaml.safe_load(Path(words[2]).read_text())["training"]["output_dir"]
-            output += "-baseline" * ("--baseline" in words)
+            wrote = Path(output + "-baseline" * ("--baseline" in words), "model.safetensors")
+        elif words[1] == "eval":
+            (wrote,) = Path(words[-1]).rglob("results_*.json")
+        elif words[1] == "probe":
+            wrote = Path(words[-1], "results.json")
         else:
-            output = words[3]
-        assert (Path(output) / "model.safetensors").is_file()
+            wrote = Path(words[3], "model.safetensors")
+        assert wrote.is_file() or words[-1] == "--help"

@@ -1,0 +1,247 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Scaling laws of given losses, and the share of parameters or tokens with which a DIFF has a Transformer's loss."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from diffllama.evaluation.data import Source, field, read_rows
+from diffllama.evaluation.figures import COLOURS, MARKERS, finish, panels
+from diffllama.evaluation.runs import Candidate, Cell, Measurement, Outcome, Probe, Report, Row
+
+
+LABELS = {"transformer": "Transformer", "diff": "DIFF"}
+"""The architectures, as the data and as figures call them."""
+
+FEWEST = 3
+"""So many sizes of each architecture make a curve; with one more, its irreducible loss is fitted too."""
+
+Points = list[tuple[float, float]]
+"""Parameters or tokens, and the loss."""
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """L(x) = a·x^-b + c."""
+
+    a: float
+    b: float
+    c: float
+
+    @classmethod
+    def fit(cls, points: Points, irreducible: bool) -> "PowerLaw":
+        """The law of least squares: if `irreducible`, of the losses, from two starts, else of their logs with c = 0."""
+        x, loss = np.array(points).T
+        if not irreducible:
+            slope, intercept = np.polyfit(np.log(x), np.log(loss), 1)
+            return cls(float(np.exp(intercept)), float(-slope), 0.0)
+        middle = np.exp(np.log(x).mean())  # in its units, a is about as large as the losses
+        bounds = ((0, 1e-3, 0), (np.inf, 10, loss.min()))
+
+        def errors(law: np.ndarray) -> np.ndarray:
+            a, b, c = law
+            return a * (x / middle) ** -b + c - loss
+
+        starts = [(loss.mean() / 2, b, loss.min() / 2) for b in (0.1, 0.5)]
+        fits = [least_squares(errors, start, bounds=bounds, ftol=1e-12, xtol=1e-12, gtol=1e-12) for start in starts]
+        a, b, c = map(float, min(fits, key=lambda fit: fit.cost).x)
+        return cls(float(a * middle**b), b, c)
+
+    def __call__(self, x: float) -> float:
+        """The loss at x."""
+        return self.a * x**-self.b + self.c
+
+    def inverse(self, loss: float) -> float:
+        """Where the loss is that; infinite if it never is."""
+        if loss <= self.c:
+            return math.inf
+        with np.errstate(over="ignore", divide="ignore"):
+            return float(np.exp(np.log(self.a / (loss - self.c)) / self.b))
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Losses to fit.
+
+    Args:
+        cell: over what, and what is fixed: {"over": "parameters", "tokens": 1e10}.
+        points: by architecture.
+        irreducible: whether to fit the irreducible loss.
+        sizes: of DIFFs to compare.
+    """
+
+    cell: Cell
+    points: dict[str, Points]
+    irreducible: bool
+    sizes: list[float]
+
+    def measure(self) -> list[Measurement]:
+        """Both laws, and for each size of a DIFF the Transformer of equal loss."""
+        laws = {name: PowerLaw.fit(points, self.irreducible) for name, points in self.points.items()}
+        made = []
+        for name, law in laws.items():
+            error = math.sqrt(sum((law(x) - loss) ** 2 for x, loss in self.points[name]) / len(self.points[name]))
+            made.append(Measurement(self.cell | {"law": name}, asdict(law) | {"rms_error": error}))
+        for size in self.sizes:
+            loss = laws["diff"](size)
+            equal = laws["transformer"].inverse(loss)
+            made.append(
+                Measurement(self.cell | {"diff": size}, {"loss": loss, "transformer": equal, "share": size / equal})
+            )
+        return made
+
+    def without(self) -> Iterator["Curve"]:
+        """The curve without each of its points."""
+        for name, points in self.points.items():
+            for at in range(len(points)):
+                yield replace(self, points=self.points | {name: points[:at] + points[at + 1 :]})
+
+
+def number(row: dict[str, Any], name: str, file: Path) -> float:
+    """A positive number of a row."""
+    value = field(row, name, file)
+    try:
+        if 0 < float(value) < math.inf:
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(f"{file} has a row whose `{name}` is no positive number, but {value!r}.")
+
+
+def curves(file: Path) -> list[Curve]:
+    """The curves of a file.
+
+    Raises:
+        ValueError: a row is wrong, or there is no curve.
+    """
+    found: dict[str, tuple[Cell, dict[str, Points]]] = {}
+    for row in read_rows(file):
+        name = str(field(row, "architecture", file)).strip().lower()
+        if name not in LABELS:
+            raise ValueError(f"{file} has the architecture {name!r}, which must be transformer or diff.")
+        sizes = {over: number(row, over, file) for over in ("parameters", "tokens") if row.get(over) not in (None, "")}
+        if not sizes:
+            raise ValueError(f"{file} has a row with neither `parameters` nor `tokens`.")
+        for over, x in sizes.items():
+            cell = {"over": over} | {other: value for other, value in sizes.items() if other != over}
+            _, points = found.setdefault(str(cell), (cell, {name: [] for name in LABELS}))
+            points[name].append((x, number(row, "loss", file)))
+    made = []
+    for cell, points in found.values():
+        fewest = min(len({x for x, _ in of_one}) for of_one in points.values())
+        if fewest >= FEWEST:
+            points = {name: sorted(of_one) for name, of_one in points.items()}
+            for name, of_one in points.items():
+                if of_one[-1][1] >= of_one[0][1]:
+                    raise ValueError(f"{file} has losses of {name} that do not fall with {cell['over']}.")
+            made.append(Curve(cell, points, fewest > FEWEST, sorted({x for x, _ in points["diff"]})))
+    if not made:
+        raise ValueError(
+            f"{file} has no curve: it needs {FEWEST} or more `parameters` with equal `tokens`, or `tokens` with equal "
+            "`parameters`, of both `transformer` and `diff`."
+        )
+    return made
+
+
+def by_curve(outcomes: Mapping[str, Outcome]) -> list[list[Outcome]]:
+    """The fits to each curve, the whole one first."""
+    found: dict[str, list[Outcome]] = {}
+    for name, outcome in outcomes.items():
+        found.setdefault(name.partition(",")[0], []).append(outcome)
+    return list(found.values())
+
+
+def inside(pair: Measurement, points: dict[str, Points]) -> bool:
+    """Whether the Transformer's size of equal loss is between those of its data."""
+    sizes = [x for x, _ in points["transformer"]]
+    return min(sizes) <= pair.values["transformer"] <= max(sizes)
+
+
+@dataclass(kw_only=True)
+class Scaling(Probe[Curve]):
+    """Power laws L(N) and L(D) of given losses, and where both architectures' are equal.
+
+    The data, a file `losses.csv` or `losses.jsonl`, have rows with `architecture` (transformer or diff), `parameters`
+    (N) or `tokens` (D) or both, and `loss`. A curve over one of them is of rows with the same value, or none, of the
+    other. The built-in sample is made up: a DIFF has the loss of a Transformer with 62.5 % of its parameters, or with
+    64 % of its tokens.
+
+    L = a·x^-b + c is fitted by least squares to four sizes of an architecture or more, a·x^-b to three, whose loss then
+    seems to fall to 0. `share` is the DIFF's x over the Transformer's of equal loss, both by the fitted laws; it is
+    `extrapolated` where the Transformer's is outside of its data. This way to fit is chosen here. Instead of an
+    interval, `low` and `high` are the range of what is fitted without one of the points.
+    """
+
+    command: ClassVar[str] = "scaling"
+    paper: ClassVar[str] = "section 3.2, figure 3"
+    dataset: ClassVar[str] = "scaling"
+    loads_models: ClassVar[bool] = False
+    intervals: ClassVar[bool] = False
+
+    def candidates(self) -> list[Candidate]:
+        """Nothing is loaded."""
+        return [Candidate("losses", {}, lambda: None)]
+
+    def samples(self, source: Source | None, subject: None) -> Mapping[str, Curve]:
+        """Each curve, whole and without each of its points."""
+        assert source is not None
+        return {
+            f"curve {number}, fit {fit}": one
+            for number, curve in enumerate(curves(source.file("losses.csv", "losses.jsonl")))
+            for fit, one in enumerate((curve, *curve.without()))
+        }
+
+    def measure(self, subject: None, samples: Mapping[str, Curve]) -> Iterator[Outcome]:
+        """Fits."""
+        for name, curve in samples.items():
+            yield Outcome(name, curve.measure(), {"points": curve.points})
+
+    def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
+        """Of each curve the whole one's numbers, and their range over the others."""
+        rows = []
+        for whole, *others in by_curve(measured[0]):
+            points = whole.detail["points"]
+            for first, *same in zip(*(one.measurements for one in (whole, *others)), strict=True):
+                numbers = {}
+                for metric, value in first.values.items():
+                    every = [value, *(one.values[metric] for one in same)]
+                    numbers[metric] = {"mean": value, "low": min(every), "high": max(every)}
+                cell = first.cell
+                if "diff" in cell:
+                    cell = cell | {"range": "measured" if inside(first, points) else "extrapolated"}
+                rows.append({"cell": cell, "samples": sum(map(len, points.values())), "models": [numbers]})
+        return rows
+
+    def draw(self, report: Report, figure: Any) -> None:
+        """A panel for each curve, with an arrow from the DIFF's to the Transformer's size of equal loss.
+
+        It is for the largest DIFF for which the Transformer's size is not extrapolated.
+        """
+        wholes = [whole for whole, *_ in by_curve(report.outcomes[0])]
+        for axes, whole in zip(panels(figure, len(wholes)), wholes, strict=True):
+            points = whole.detail["points"]
+            transformer, diff, *pairs = whole.measurements
+            ends = [x for one in points.values() for x, _ in one]
+            x = np.geomspace(min(ends), max(ends), 100)
+            for index, (name, law) in enumerate(zip(LABELS, (transformer, diff), strict=True)):
+                axes.plot(*zip(*points[name], strict=True), MARKERS[index], color=COLOURS[index], label=LABELS[name])
+                curve = map(PowerLaw(*(law.values[part] for part in "abc")), x)
+                axes.plot(x, list(curve), color=COLOURS[index])
+            cell = transformer.cell
+            for pair in [pair for pair in pairs if inside(pair, points)][-1:]:
+                at, values = (pair.cell["diff"], pair.values["loss"]), pair.values
+                axes.annotate("", (values["transformer"], values["loss"]), at, arrowprops={"arrowstyle": "->"})
+                told = f"{values['share']:.1%} of the {cell['over']}"
+                axes.annotate(told, at, (-4, -4), textcoords="offset points", ha="right", va="top")
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:.2f}")
+            axes.yaxis.set_minor_formatter("{x:.2f}")
+            fixed = [f"{cell[name]:,.0f} {name}" for name in ("parameters", "tokens") if name in cell]
+            finish(axes, cell["over"], "loss", *fixed)

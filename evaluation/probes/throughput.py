@@ -1,0 +1,131 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How fast a differential model is beside the Transformer that it is compared with: tokens per second."""
+
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Annotated, Any, ClassVar
+
+import torch
+import typer
+from transformers import PreTrainedModel
+
+from diffllama.choices import DType
+from diffllama.evaluation.data import Source
+from diffllama.evaluation.figures import bars, finish, panels
+from diffllama.evaluation.matched import Matched, Pair
+from diffllama.evaluation.runs import Candidate, Measurement, Outcome, Report
+
+
+PASSES = ("forward", "forward + backward")
+WARM_UP = 2
+"""So many steps of each kind are not timed."""
+
+
+def step(model: PreTrainedModel, ids: torch.Tensor, name: str) -> None:
+    """One pass over token ids [batch, length], with the loss."""
+    with torch.inference_mode(name == "forward"):
+        loss = model(ids, labels=ids, use_cache=False).loss
+    if name != "forward":
+        loss.backward()
+        model.zero_grad()
+
+
+def check(name: str, model: PreTrainedModel, ids: torch.Tensor) -> None:
+    """What is timed computes something: a finite loss, and finite gradients of every parameter."""
+    loss = model(ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    if not all(one is not None and one.isfinite().all() for one in (loss, *(p.grad for p in model.parameters()))):
+        raise ValueError(f"The {name}'s loss or gradients are not finite in {model.dtype}. Name another --dtype.")
+    model.zero_grad()
+
+
+@dataclass(kw_only=True)
+class Throughput(Matched[int]):
+    """Tokens per second of a DIFF and its matched Transformer, both with random weights and torch's own attention.
+
+    Both models are in memory and take turns: a sample is a round, in which each is timed once for every length and
+    pass, and every other round begins with the other model. `ratio` is of the two times in one round. A pass includes
+    the loss; no optimizer steps. The paper times kernels of its own, on a GPU: ratios depend on both.
+
+    Args:
+        length: tokens of a sequence.
+        batch: sequences of a step.
+        rounds: how often each model is timed.
+        dtype: of the weights and the computation; `auto` is bfloat16 on a GPU, float32 elsewhere.
+    """
+
+    command: ClassVar[str] = "throughput"
+    paper: ClassVar[str] = "appendix A, table 7"
+    takes_data: ClassVar[bool] = False
+
+    length: Annotated[list[int], typer.Option(min=2, help="Tokens of a sequence. May be repeated.")] = field(
+        default_factory=lambda: [2048, 4096]
+    )
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 1
+    rounds: Annotated[int, typer.Option(min=1, help="How often each model is timed.")] = 10
+    dtype: Annotated[DType, typer.Option(help="auto is bfloat16 on a GPU, float32 elsewhere.")] = "auto"
+
+    def candidates(self) -> list[Candidate]:
+        """The pair, on this machine."""
+        on_gpu = self.place.type == "cuda"
+        pair = self.pair(("bfloat16" if on_gpu else "float32") if self.dtype == "auto" else self.dtype)
+        machine = torch.cuda.get_device_name(self.place) if on_gpu else platform.processor() or platform.machine()
+        return [replace(pair, facts=pair.facts | {"machine": machine, "threads": torch.get_num_threads()})]
+
+    def samples(self, source: Source | None, subject: Pair) -> Mapping[str, int]:
+        """The rounds."""
+        return {f"round {number}": number for number in range(self.rounds)}
+
+    def measure(self, subject: Pair, samples: Mapping[str, int]) -> Iterator[Outcome]:
+        """Checks the models, warms up, and times them in turn.
+
+        Raises:
+            ValueError: a loss or gradient is not finite.
+        """
+        vocabulary = subject["diff"].config.vocab_size
+        made = torch.Generator().manual_seed(self.seed)
+        ids = [torch.randint(vocabulary, (self.batch, n), generator=made).to(self.place) for n in self.length]
+        cells = [(tokens, name) for tokens in ids for name in PASSES]
+        for name, model in subject.items():
+            check(name, model, ids[0])
+        for tokens, name in WARM_UP * cells:
+            for model in subject.values():
+                step(model, tokens, name)
+        for sample, number in samples.items():
+            turn = list(subject)[:: -1 if number % 2 else 1]
+            measurements = []
+            for tokens, name in cells:
+                times = {one: self.seconds(partial(step, subject[one], tokens, name)) for one in turn}
+                values = {f"{one}_tokens_per_second": tokens.numel() / times[one] for one in subject}
+                values["ratio"] = times["transformer"] / times["diff"]
+                measurements.append(Measurement({"pass": name, "length": tokens.shape[1]}, values))
+            yield Outcome(sample, measurements)
+
+    def seconds(self, timed: Callable[[], object]) -> float:
+        """Wall-clock time."""
+        self.wait()
+        start = time.perf_counter()
+        timed()
+        self.wait()
+        return time.perf_counter() - start
+
+    def wait(self) -> None:
+        """Until the device has done what it was told."""
+        if self.place.type != "cpu":
+            torch.accelerator.synchronize(self.place)
+
+    def draw(self, report: Report, figure: Any) -> None:
+        """A panel for each pass, with both models' bars at each length and the ratio between them."""
+        for axes, name in zip(panels(figure, len(PASSES)), PASSES, strict=True):
+            rows = report.select(**{"pass": name})
+            for index, model in enumerate(("transformer", "diff")):
+                label = ("Transformer", f"DIFF {self.variant.upper()}")[index]
+                bars(axes, [row["models"][0][f"{model}_tokens_per_second"] for row in rows], index, 2, label)
+            labels = [f"{row['cell']['length']:,}\n{row['models'][0]['ratio']['mean']:.2f}×" for row in rows]
+            axes.set_xticks(range(len(rows)), labels)
+            axes.margins(y=0.25)  # room for the legend
+            finish(axes, "length (tokens), and DIFF's share of the Transformer's speed", "tokens per second", name)

@@ -1,0 +1,153 @@
+"""The probe of scaling: laws whose numbers are powers of two, and what is wrong with data."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diffllama.evaluation.probes.scaling import Curve, PowerLaw, Scaling
+from diffllama.evaluation.runs import Report, run
+
+
+def measured(output: Path, data: Path | None = None) -> Report:
+    probe = Scaling()
+    return run(probe, probe.candidates(), output=output, data=data)
+
+
+def table(folder: Path, *rows: str, header: str = "architecture,parameters,tokens,loss") -> Path:
+    """A folder with these losses."""
+    (folder / "losses.csv").write_text("\n".join((header, *rows)) + "\n")
+    return folder
+
+
+def shares(report: Report, over: str = "parameters") -> dict[float, dict[str, float]]:
+    """What the report says of each size of a DIFF."""
+    rows = [row for row in report.select(over=over) if "diff" in row["cell"]]
+    return {row["cell"]["diff"]: row["models"][0]["share"] for row in rows}
+
+
+TRANSFORMER = ("transformer,1,,9", "transformer,4,,5", "transformer,16,,3", "transformer,100,,1.8")  # 8·x^-1/2 + 1
+DIFF = ("diff,1,,5", "diff,4,,3", "diff,16,,2", "diff,64,,1.5", "diff,400,,1.2")  # 4·x^-1/2 + 1: a quarter is enough
+
+
+def test_the_law_that_made_the_losses_is_found_and_turned_round() -> None:
+    law = PowerLaw.fit([(4, 5), (16, 3), (64, 2), (256, 1.5)], irreducible=True)
+    assert (law.a, law.b, law.c) == pytest.approx((8, 0.5, 1))
+    assert (law(1024), law.inverse(1.125)) == pytest.approx((1.25, 4096))
+    assert law.inverse(1 - 1e-6) == math.inf
+    law = PowerLaw.fit([(4, 4), (16, 2), (64, 1)], irreducible=False)
+    assert (law.a, law.b, law.c) == pytest.approx((8, 0.5, 0))
+
+
+def test_a_diff_that_needs_a_quarter(tmp_path: Path) -> None:
+    report = measured(tmp_path / "out", table(tmp_path, *reversed(TRANSFORMER + DIFF)))
+    for name, a in (("transformer", 8), ("diff", 4)):
+        (row,) = report.select(law=name)
+        assert row["samples"] == 9
+        assert [row["models"][0][part]["mean"] for part in "abc"] == pytest.approx([a, 0.5, 1])
+        assert row["models"][0]["rms_error"]["mean"] == pytest.approx(0, abs=1e-6)
+    for size, loss in ((1, 5), (4, 3), (16, 2), (64, 1.5), (400, 1.2)):
+        (row,) = report.select(diff=size)
+        assert row["cell"]["range"] == ("extrapolated" if 4 * size > 100 else "measured")
+        numbers = {name: values["mean"] for name, values in row["models"][0].items()}
+        assert numbers == pytest.approx({"loss": loss, "transformer": 4 * size, "share": 0.25}, rel=1e-5)
+
+
+def test_the_range_is_of_the_fits_without_a_point(tmp_path: Path) -> None:
+    rows = ("transformer,4,,4", "transformer,16,,2", "transformer,64,,1", "diff,4,,2", "diff,16,,1", "diff,64,,1")
+    report = measured(tmp_path / "out", table(tmp_path, *rows))
+    assert [row["models"][0]["c"]["mean"] for row in report.rows[:2]] == [0, 0]
+    # The Transformer's is 8·x^-1/2. At 16 the DIFF's line through the logs is 2^(1/3); without 4 or 64 it is 1, without
+    # 16 it is 2^(1/2).
+    (row,) = report.select(diff=16)
+    assert row["models"][0]["loss"] == pytest.approx({"mean": 2 ** (1 / 3), "low": 1, "high": 2**0.5})
+    assert row["models"][0]["share"] == pytest.approx({"mean": 2 ** (-4 / 3), "low": 0.25, "high": 0.5})
+
+
+def test_a_loss_that_no_transformer_reaches_is_a_share_of_none(tmp_path: Path) -> None:
+    rows = (row.replace("1.2", "0.1").replace("1.5", "0.5") for row in DIFF)
+    report = measured(tmp_path / "out", table(tmp_path, *TRANSFORMER, *rows))
+    (row,) = report.select(diff=400)
+    assert (row["models"][0]["transformer"]["mean"], row["models"][0]["share"]["mean"]) == (math.inf, 0)
+    assert row["cell"]["range"] == "extrapolated"
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["rows"] != []
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_the_same_tokens_or_the_same_parameters_make_a_curve(kind: str, tmp_path: Path) -> None:
+    rows = [*(row.replace(",,", ",9,") for row in TRANSFORMER + DIFF), "transformer,64,10,1.9"]
+    for row in TRANSFORMER + DIFF:
+        name, size, _, loss = row.split(",")
+        rows.append(f"{name},32,{size},{loss}")
+    folder = table(tmp_path, *rows)
+    if kind == "jsonl":
+        fields = ("architecture", "parameters", "tokens", "loss")
+        lines = [json.dumps(dict(zip(fields, row.split(","), strict=True))) for row in rows]
+        (folder / "losses.csv").unlink()
+        (folder / "losses.jsonl").write_text("\n".join(lines))
+    report = measured(tmp_path / "out", folder)
+    assert [row["cell"] for row in report.select(law="diff")] == [
+        {"over": "parameters", "tokens": 9, "law": "diff"},
+        {"over": "tokens", "parameters": 32, "law": "diff"},
+    ]
+    for over in ("parameters", "tokens"):
+        assert [share["mean"] for share in shares(report, over).values()] == pytest.approx([0.25] * 5)
+
+
+def test_the_built_in_sample_is_reported_drawn_and_not_fitted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = measured(tmp_path)
+    for over, share in (("parameters", 0.625), ("tokens", 0.64)):
+        for found in shares(report, over).values():
+            assert found["mean"] == pytest.approx(share, abs=1e-3)
+            assert found["low"] <= found["mean"] <= found["high"]
+    results, figure = ((tmp_path / name).read_bytes() for name in ("results.json", "figure.png"))
+    assert json.loads(results)["rows"] == report.rows
+    assert figure.startswith(b"\x89PNG")
+
+    def measure(self: Curve) -> Any:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(Curve, "measure", measure)
+    measured(tmp_path)
+    assert (tmp_path / "results.json").read_bytes() == results
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([], "must have rows"),
+        (TRANSFORMER, "has no curve: it needs 3 or more .* of both `transformer` and `diff`"),
+        ((*TRANSFORMER[:2], *DIFF), "has no curve"),
+        ((*TRANSFORMER[:2], TRANSFORMER[0], *DIFF), "has no curve"),
+        ((*TRANSFORMER, "llama,4,,5"), "architecture 'llama', which must be transformer or diff"),
+        ((*TRANSFORMER, "diff,,,5"), "neither `parameters` nor `tokens`"),
+        ((*TRANSFORMER, "diff,4,,high"), "`loss` is no positive number, but 'high'"),
+        ((*TRANSFORMER, "diff,4,,-1"), "`loss` is no positive number, but '-1'"),
+        ((*TRANSFORMER, "diff,4,,nan"), "`loss` is no positive number, but 'nan'"),
+        ((*TRANSFORMER, "diff,0,,5"), "`parameters` is no positive number, but '0'"),
+        ((*TRANSFORMER, "diff,4,many,5"), "`tokens` is no positive number, but 'many'"),
+        ((*TRANSFORMER, "diff,4"), "as many fields as its first"),
+        ((*TRANSFORMER, "diff,1,,5", "diff,4,,5", "diff,16,,5"), "losses of diff that do not fall with parameters"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_wrong_with_data_is_told(rows: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"losses\.csv .*{told}"):
+        measured(tmp_path / "out", table(tmp_path, *rows))
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
+@pytest.mark.parametrize("missing", ["architecture", "loss"])
+def test_a_missing_column_is_told(missing: str, tmp_path: Path) -> None:
+    header = "architecture,parameters,tokens,loss".replace(missing, "other")
+    with pytest.raises(ValueError, match=rf"losses\.csv has a row without `{missing}`"):
+        measured(tmp_path / "out", table(tmp_path, *TRANSFORMER, *DIFF, header=header))
+
+
+def test_a_folder_without_losses_is_told(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no losses\.csv or losses\.jsonl"):
+        measured(tmp_path / "out", tmp_path)

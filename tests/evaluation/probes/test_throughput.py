@@ -1,0 +1,147 @@
+"""The probe of throughput: what is timed, in which order, and rates of known times."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import VARIANTS, tiny_model, tokens
+
+from diffllama import DiffLlamaConfig
+from diffllama.configuration import preset
+from diffllama.evaluation import matched
+from diffllama.evaluation.probes import throughput
+from diffllama.evaluation.probes.throughput import PASSES, WARM_UP, Throughput, check, step
+from diffllama.evaluation.runs import Report, run
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small model is a tiny one."""
+    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+    monkeypatch.setattr(matched, "SMALL", matched.SMALL | small)
+
+
+def measured(output: Path, **settings: Any) -> Report:
+    probe = Throughput(**({"length": [8, 16], "rounds": 3, "batch": 2, "device": "cpu"} | settings))
+    return run(probe, probe.candidates(), output=output)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_per_second_of_models_that_take_turns(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepped, timed = [], []
+
+    def stepping(model: Any, ids: torch.Tensor, name: str) -> None:
+        stepped.append((model.config.model_type, ids.shape, name))
+        step(model, ids, name)
+
+    def seconds(self: Throughput, do: Callable[[], object]) -> float:  # known ones, which differ from round to round
+        do()
+        timed.append(stepped[-1])
+        kind, (_, length), name = stepped[-1]
+        number = (len(timed) - 1) // 8
+        return length * (2 if kind == "diff_llama" else 1) * (3 if "backward" in name else 1) * 2**number
+
+    monkeypatch.setattr(throughput, "step", stepping)
+    monkeypatch.setattr(Throughput, "seconds", seconds)
+    report = measured(tmp_path, variant=variant)
+    turns = {0: ["llama", "diff_llama"], 1: ["diff_llama", "llama"], 2: ["llama", "diff_llama"]}
+    assert timed == [
+        (kind, (2, length), name) for turn in turns.values() for length in (8, 16) for name in PASSES for kind in turn
+    ]
+    assert len(stepped) == len(timed) + 8 * WARM_UP
+    for length in (8, 16):
+        for name, slower in zip(PASSES, (1, 3), strict=True):
+            (row,) = report.select(**{"pass": name, "length": length})
+            numbers = row["models"][0]
+            # 2 sequences in 1, 2 and 4 times their length, in seconds
+            assert numbers["transformer_tokens_per_second"]["mean"] == pytest.approx((2 + 1 + 0.5) / 3 / slower)
+            assert numbers["diff_tokens_per_second"]["mean"] == pytest.approx((1 + 0.5 + 0.25) / 3 / slower)
+            assert numbers["diff_tokens_per_second"]["low"] < numbers["diff_tokens_per_second"]["high"]
+            assert numbers["ratio"] == {"mean": 0.5, "low": 0.5, "high": 0.5}
+            assert row["samples"] == 3
+    (facts,) = json.loads((tmp_path / "results.json").read_text())["models"]
+    assert facts["parameters"]["diff"] > facts["parameters"]["transformer"] > 10_000
+    assert (facts["dtype"], facts["threads"]) == ("float32", torch.get_num_threads())
+    assert facts["machine"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_is_timed_drawn_and_goes_on(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = measured(tmp_path, dtype=dtype)
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    file = tmp_path / "samples-1.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:-1]))
+    times = iter(range(1, 9))
+    monkeypatch.setattr(Throughput, "seconds", lambda self, do: next(times))
+    report = measured(tmp_path, dtype=dtype)
+    assert list(times) == []  # one round of two lengths, two passes and two models
+    assert [*report.outcomes[0].values()][:2] == [*first.outcomes[0].values()][:2]
+    (facts,) = report.record["models"]
+    assert facts["dtype"] == dtype
+
+
+@pytest.mark.parametrize("size", [None, "3b", "13.1b"])
+def test_both_variants_are_timed_beside_the_same_transformer(size: str | None) -> None:
+    v1, v2 = (Throughput(size=size, variant=variant).configs() for variant in VARIANTS)
+    assert v1["transformer"].to_dict() == v2["transformer"].to_dict()
+    assert v1["diff"].to_dict() == (preset(size) if size else DiffLlamaConfig(**matched.SMALL)).to_dict()
+    llama, ours = v2["transformer"], v2["diff"]
+    assert (ours.diff_variant, ours.num_attention_heads, ours.head_dim) == (
+        "v2",
+        2 * llama.num_attention_heads,
+        llama.head_dim,
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_pass_is_what_it_is_called(variant: str) -> None:
+    model, ids, reached, losses = tiny_model(variant), tokens(1, 8), [], []
+    model.model.embed_tokens.weight.register_hook(reached.append)
+    model.register_forward_hook(lambda model, inputs, output: losses.append(output.loss.requires_grad))
+    step(model, ids, "forward")
+    assert (losses, reached) == ([False], [])
+    step(model, ids, "forward + backward")
+    assert (losses[1:], len(reached)) == ([True], 1)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("fault", ["loss", "gradient", "frozen"])
+def test_a_model_that_computes_nothing_is_not_timed(fault: str) -> None:
+    model = tiny_model("v2")
+    check("diff", model, tokens(1, 8))
+    weight = model.model.layers[1].self_attn.lambda_proj.weight
+    if fault == "loss":
+        weight.data.fill_(torch.nan)
+    elif fault == "gradient":
+        weight.register_hook(lambda grad: grad * torch.inf)
+    else:
+        weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"diff's loss or gradients are not finite in torch\.float32\."):
+        check("diff", model, tokens(1, 8))
+
+
+def test_time_is_what_a_step_takes() -> None:
+    assert 0.05 <= Throughput(device="cpu").seconds(lambda: time.sleep(0.05)) < 5
+
+
+@pytest.mark.gpu
+def test_time_on_a_gpu_is_until_it_has_done_its_work() -> None:
+    square = torch.rand(8192, 8192, device="cuda")
+    probe = Throughput()
+    work = probe.seconds(lambda: [square @ square for _ in range(50)])
+    start = time.perf_counter()
+    _ = [square @ square for _ in range(50)]
+    told = time.perf_counter() - start
+    assert work > 2 * told
+
+
+def test_a_size_that_the_paper_does_not_have_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"No preset '4b'\. Known: 3b, .*13\.1b"):
+        measured(tmp_path, size="4b")

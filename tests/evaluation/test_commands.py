@@ -1,0 +1,255 @@
+"""`diffllama probe …` as its users meet it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from subjects import tiny_subject
+from tiny import VARIANTS
+from typer.testing import CliRunner
+
+from diffllama.cli import app, main
+from diffllama.evaluation.commands import rounded, short, shown, tables
+from diffllama.evaluation.probes import PROBES, probe_class
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Runs the command as the shell would, in this process. Returns its exit status, stdout and stderr."""
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["diffllama", "probe", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return end.value.code or 0, out, err
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of models: llama, v1, v2, and texts that they read."""
+    folder = tmp_path_factory.mktemp("models")
+    for kind in ("llama", *VARIANTS):
+        subject = tiny_subject(kind)
+        for part in (subject.model, subject.tokenizer):
+            part.save_pretrained(folder / kind)
+    (folder / "night.txt").write_text("It was a dark and stormy night. " * 20)
+    (folder / "day.txt").write_text("The day after was bright and still. " * 20)
+    return folder
+
+
+def test_the_list_names_every_probe_and_imports_no_torch() -> None:
+    code = (
+        "import atexit, sys; from diffllama.cli import main; sys.argv = ['diffllama', 'probe', '--help'];"
+        "atexit.register(lambda: print('torch' in sys.modules, 'matplotlib' in sys.modules)); main()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines()[-1] == "False False"
+    assert [name for name in PROBES if f" {name} " not in result.stdout] == []
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_every_probe_has_its_class_and_says_where_the_paper_has_it(name: str) -> None:
+    kind = probe_class(name)
+    assert kind.command == name
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["probe", name, "--help"])
+    assert result.exit_code == 0
+    assert PROBES[name][1] in result.output
+    assert f"In the paper: {kind.paper}." in result.output
+    for option, there in {
+        "--output": True, "--seed": True, "--data": kind.takes_data, "--compare": kind.loads_models,
+        "--trust-remote-code": kind.loads_models,
+    }.items():  # fmt: skip
+        assert (option in result.output) == there, option
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nonesuch"], "nonesuch"),
+        (["context"], "Name one model, or two with --compare A B"),
+        (["context", "a", "--compare", "a", "b"], "Name one model, or two with --compare A B"),
+        (["context", "--compare", "a", "a"], "Name two models with --compare, not a twice"),
+        (["context", "a", "b"], "b"),
+        (["context", "a", "--length", "1"], "--length"),
+        (["context", "a", "--dtype", "int8"], "bfloat16"),
+        (["context", "a", "--nonesuch"], "--nonesuch"),
+        (["scaling", "--compare", "a", "b"], "--compare"),
+        (["throughput", "--data", "a"], "--data"),
+        ([], "throughput"),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_command_line_is_told_what_is_wrong(arguments: list[str], told: str) -> None:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["probe", *arguments])
+    assert (result.exit_code, type(result.exception)) == (2, SystemExit)
+    assert told in result.output
+    assert "Usage: " in result.output
+
+
+def test_what_cannot_be_measured_is_one_line_of_error(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("{")
+    (tmp_path / "broken.jsonl").write_text("{")
+    (tmp_path / "empty").mkdir()
+    llama, out = models / "llama", ("--output", tmp_path / "out")
+    for arguments, told in {
+        ("context", "nowhere", *out): "nowhere is not a folder with a config.json",
+        ("context", "--compare", llama, "nowhere", *out): "nowhere is not a folder with a config.json",
+        ("context", llama, "--data", "nowhere", *out): "nowhere does not exist. Name a file or folder with novels with",
+        ("context", llama, "--data", tmp_path / "empty", *out): "has no text",
+        ("context", llama, "--data", tmp_path / "broken.jsonl", *out): "broken.jsonl is not JSON",
+        ("context", llama, "--length", "100000", *out): "has 100,000 tokens. Ask for fewer with --length",
+        ("context", llama, "--device", "abacus", *out): "abacus",
+        ("context", llama, "--output", tmp_path / "file"): "file is no folder. Name one with --output",
+        ("scaling", "--data", tmp_path / "empty", *out): "has no losses.csv or losses.jsonl",
+    }.items():
+        status, stdout, err = call(capsys, *arguments)
+        (line,) = [line for line in err.splitlines() if line.startswith("Error: ")]
+        assert (status, stdout) == (1, ""), arguments
+        assert told in line, arguments
+        assert err.rstrip().endswith(line)
+        assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_a_probe_without_the_extra_says_how_to_install_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("diffllama.evaluation.probes.context", "diffllama.evaluation.figures"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
+    status, out, err = call(capsys, "context", "model")
+    assert (status, out) == (1, "")
+    assert err.startswith("Error: ModuleNotFoundError: ")
+    assert "matplotlib" in err
+    assert err.endswith("pip install 'diffllama[eval]' (from a clone '.[eval]')\n")
+
+
+def test_two_models_are_measured_told_and_not_measured_again(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, named = tmp_path / "[red] out", tmp_path / "[b]llama"
+    named.symlink_to(models / "llama")
+    arguments = ("context", "--compare", named, models / "v2", "--data", models, "--output", out)
+    arguments += ("--length", 32, "--dtype", "bfloat16", "--seed", 7, "--device", "cpu")
+    status, stdout, err = call(capsys, *arguments)
+    assert (status, err.splitlines()[-1]) == (0, f"Wrote {out}")
+    assert "built-in" not in err
+    for text in ("[b]llama", "v2", "difference"):
+        assert text in stdout
+    results = json.loads((out / "results.json").read_text())
+    assert results["settings"] == {"seed": 7, "length": 32, "texts": 8}
+    assert results["data"]["path"] == str(models)
+    assert [model["dtype"] for model in results["models"]] == ["bfloat16", "bfloat16"]
+    assert [model["variant"] for model in results["models"]] == [None, "v2"]
+    lines = stdout.splitlines()
+    for row in results["rows"]:
+        cells = [shown(one["nll"]) for one in (*row["models"], row["difference"])]
+        assert [line for line in lines if all(cell in line for cell in (f"{row['cell']['position']} ", *cells))]
+
+    def measure(*arguments: Any) -> Any:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(probe_class("context"), "measure", measure)
+    assert call(capsys, *arguments)[:2] == (0, stdout)
+
+
+def test_options_reach_a_probe_that_makes_its_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffllama.evaluation.matched.SMALL", {"num_hidden_layers": 1, "hidden_size": 64})
+    options = ("--device", "cpu", "--dtype", "bfloat16", "--variant", "v2", "--length", 4, "--length", 6)
+    options += ("--rounds", 2, "--batch", 3, "--seed", 1, "--output", tmp_path)
+    status, stdout, err = call(capsys, "throughput", *options)
+    assert (status, err.splitlines()[-1]) == (0, f"Wrote {tmp_path}")
+    assert "ratio" in stdout
+    assert json.loads((tmp_path / "results.json").read_text())["settings"] == {
+        "seed": 1, "size": None, "variant": "v2", "device": "cpu", "length": [4, 6], "batch": 3, "rounds": 2,
+        "dtype": "bfloat16",
+    }  # fmt: skip
+
+
+def test_an_interruption_leaves_what_was_measured(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = probe_class("context")
+    whole = kind.measure
+
+    def measure(self: Any, subject: Any, samples: Any) -> Any:
+        measured = whole(self, subject, samples)
+        yield next(measured)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "measure", measure)
+        arguments = ("context", models / "v1", "--length", 32, "--output", tmp_path / "out")
+        assert call(capsys, *arguments)[0] == 130
+    assert len((tmp_path / "out" / "samples-1.jsonl").read_text().splitlines()) == 2
+    status, _, err = call(capsys, *arguments)
+    assert status == 0
+    assert "These are the built-in sample's numbers" in err
+
+
+def test_home_of_data_can_be_set_once(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIFFLLAMA_DATA", str(models / "night.txt"))
+    assert call(capsys, "context", models / "v1", "--length", 16, "--output", tmp_path)[0] == 0
+    assert json.loads((tmp_path / "results.json").read_text())["data"]["path"] == str(models / "night.txt")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"), (0.123456, "0.1235"), (-1.5, "-1.5"), (999.94, "999.9"), (1234.56, "1,235"), (-98765.4, "-98,765"),
+        (1e10, "10,000,000,000"), (1e-7, "1e-07"), (float("inf"), "inf"), (float("nan"), "nan"),
+    ],
+)  # fmt: skip
+def test_numbers_are_short(number: float, text: str) -> None:
+    assert rounded(number) == text
+
+
+def test_an_interval_is_shown_where_there_is_one() -> None:
+    assert shown({"mean": 1}) == "1"
+    assert shown({"mean": 1, "low": 0.25, "high": 2000}) == "1 [0.25, 2,000]"
+
+
+def test_each_kind_of_cell_has_a_table_with_every_model_and_number() -> None:
+    one = {"mean": 1.0, "low": 0.5, "high": float("nan")}
+    report = SimpleNamespace(
+        names=["[b]a", "b"],
+        rows=[
+            {"cell": {"length": 16, "depth": 0.5}, "samples": 1200, "models": [{"x": one}, {"x": {"mean": 2}}],
+             "difference": {"x": {"mean": 1}}},
+            {"cell": {"length": 32, "depth": 1e6}, "samples": 1, "models": [{"x": {"mean": 3}}, {"x": {"mean": 4}}]},
+            {"cell": {"law": "[red]"}, "samples": 2, "models": [{}, {"y": {"mean": 5}}]},
+        ],
+    )  # fmt: skip
+    first, second = tables(report)
+    assert [column.header for column in first.columns] == [
+        "length", "depth", "samples", "x\n[b]a", "x\nb", "x\ndifference",
+    ]  # fmt: skip
+    assert [list(column.cells) for column in first.columns] == [
+        ["16", "32"], ["0.5", "1,000,000"], ["1,200", "1"], ["1 [0.5, nan]", "3"], ["2", "4"], ["1", ""],
+    ]  # fmt: skip
+    assert [column.header for column in second.columns] == ["law", "samples", "y\n[b]a", "y\nb"]
+    assert [list(column.cells) for column in second.columns] == [["[red]"], ["2"], [""], ["5"]]
+    console = Console(width=200, markup=False)
+    with console.capture() as capture:
+        console.print(first, second)
+    for text in ("[b]a", "[red]", "1 [0.5, nan]"):
+        assert text in capture.get()
+
+
+def test_names_are_as_short_as_tells_them_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert short(["/models/llama/", "me/diff"]) == ["llama", "diff"]
+    assert short(["a/model", "b/model"]) == ["a/model", "b/model"]
+    assert short(["."]) == [tmp_path.name]

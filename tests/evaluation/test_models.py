@@ -1,0 +1,132 @@
+"""What identifies models and files, and how models are loaded."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from subjects import tiny_subject
+from tiny import tiny_model, tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from diffllama.evaluation.models import OWN_FILES, ModelSource, Subject, digest
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model and its tokenizer."""
+    tiny_model("v2").to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+class TestDigest:
+    @pytest.fixture
+    def tree(self, tmp_path: Path) -> Path:
+        for name, content in {"b": "2", "a/c": "3", "a/d": "1"}.items():
+            (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "tree" / name).write_text(content)
+        return tmp_path / "tree"
+
+    def test_a_files_is_what_sha256sum_says(self, tree: Path) -> None:
+        assert digest(tree / "b") == hashlib.sha256(b"2").hexdigest()
+
+    def test_a_folders_is_of_names_and_bytes_in_the_order_of_names(self, tree: Path) -> None:
+        content = {"a/c": b"3", "a/d": b"1", "b": b"2"}
+        lines = [f"{name}\0{hashlib.sha256(one).hexdigest()}\n" for name, one in content.items()]
+        assert digest(tree) == hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def test_where_a_folder_is_and_what_is_hidden_in_it_make_no_difference(self, tree: Path) -> None:
+        before = digest(tree)
+        (tree / ".hidden").write_text("x")
+        (tree / ".git").mkdir()
+        (tree / ".git" / "x").write_text("x")
+        (tree / "empty").mkdir()
+        assert digest(tree.rename(tree.with_name(".elsewhere"))) == before
+
+    @pytest.mark.parametrize("change", ["rename", "swap", "edit", "remove"])
+    def test_any_change_of_a_file_makes_another(self, change: str, tree: Path) -> None:
+        before = digest(tree)
+        if change == "rename":
+            (tree / "b").rename(tree / "e")
+        elif change == "swap":
+            (tree / "a" / "c").write_text("1")
+            (tree / "a" / "d").write_text("3")
+        elif change == "edit":
+            (tree / "b").write_text("20")
+        else:
+            (tree / "b").unlink()
+        assert digest(tree) != before
+
+    def test_files_that_match_nothing_are_left_out_and_those_that_match_twice_counted_once(self, tree: Path) -> None:
+        assert digest(tree, ("c", "d")) == digest(tree, ("d", "*/c", "c")) != digest(tree)
+
+
+class TestModelSource:
+    def test_facts_change_with_what_the_model_computes_and_with_nothing_else(self, folder: Path) -> None:
+        source = ModelSource(name=str(folder), dtype="float32", device="cpu")
+        facts = source.facts()
+        assert facts == {
+            "name": str(folder), "sha256": digest(folder, OWN_FILES), "dtype": "float32", "device": "cpu"
+        }  # fmt: skip
+        (folder / "README.md").write_text("A model.")
+        assert source.facts() == facts
+        seen = {facts["sha256"]}
+        weights = load_file(folder / "model.safetensors")
+        weights["model.norm.weight"][0] += 1
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        seen.add(source.facts()["sha256"])
+        for name in ("config.json", "tokenizer.json"):
+            (folder / name).write_text((folder / name).read_text() + "\n")
+            seen.add(source.facts()["sha256"])
+        assert len(seen) == 4
+
+    @pytest.mark.parametrize(("dtype", "loaded"), [("auto", torch.bfloat16), ("float32", torch.float32)])
+    def test_a_model_is_loaded_as_asked_in_evaluation_mode(self, dtype: str, loaded: torch.dtype, folder: Path) -> None:
+        subject = ModelSource(name=str(folder), dtype=dtype, device="cpu").load()
+        assert subject.model.dtype == loaded
+        assert not subject.model.training
+        assert subject.model.config.diff_variant == "v2"
+        assert subject.encode("w7 w9") == [7, 9]
+        assert subject.tensor([7, 9]).tolist() == [[7, 9]]
+
+    def test_weights_whose_hash_is_not_taken_are_not_loaded(self, folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        torch.save(weights, folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+        with pytest.raises(OSError, match="safetensors"):
+            ModelSource(name=str(folder), device="cpu").load()
+
+    @pytest.mark.parametrize("name", ["nowhere", "./no/where", "/no/where", "~/nowhere", "a/b/c", "folder"])
+    def test_a_name_without_a_model_is_told(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "folder").mkdir()
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        with pytest.raises(FileNotFoundError, match=f"{name} is not a folder with a config.json"):
+            ModelSource(name=name).facts()
+
+    def test_a_repository_is_named_by_its_commit(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "snapshots").mkdir()
+        snapshot = folder.rename(tmp_path / "snapshots" / "0123abc")
+        asked = []
+
+        def download(name: str, **options: object) -> str:
+            asked.append((name, options["revision"]))
+            return str(snapshot)
+
+        monkeypatch.setattr("diffllama.evaluation.models.snapshot_download", download)
+        facts = ModelSource(name="me/model", revision="v1").facts()
+        assert (facts["name"], facts["commit"]) == ("me/model", "0123abc")
+        assert set(asked) == {("me/model", "v1")}
+
+
+def test_the_prefix_is_what_the_tokenizer_puts_before_texts() -> None:
+    subject = tiny_subject("v1")
+    assert subject.prefix == []
+    tokenizer = tiny_tokenizer()
+    assert Subject(name="a", model=subject.model, tokenizer=tokenizer).prefix == []
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    assert Subject(name="a", model=subject.model, tokenizer=tokenizer).prefix == [1]

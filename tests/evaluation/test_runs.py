@@ -1,0 +1,395 @@
+"""Averages and intervals by arithmetic, runs that break off, and what they write."""
+
+import dataclasses
+import json
+import os
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+import typer
+from subjects import tiny_subject
+
+import diffllama
+from diffllama.evaluation import runs
+from diffllama.evaluation.data import Source
+from diffllama.evaluation.models import Subject, digest
+from diffllama.evaluation.runs import Candidate, Kept, Measurement, Outcome, Probe, Report, average, resampled, run
+
+
+def outcomes(*values: float, weights: Sequence[float] = (), **cell: Any) -> dict[str, Outcome]:
+    """A sample for each value of `x`."""
+    weights = weights or [1.0] * len(values)
+    return {
+        f"s{at}": Outcome(f"s{at}", [Measurement(cell, {"x": value}, weight)])
+        for at, (value, weight) in enumerate(zip(values, weights, strict=True))
+    }
+
+
+def only(rows: list[runs.Row]) -> dict[str, Any]:
+    (row,) = rows
+    return row
+
+
+class TestAverage:
+    def test_a_mean_is_weighted(self) -> None:
+        row = only(average([outcomes(1, 2, 4, weights=(1, 1, 2), at=7)], seed=0, intervals=False))
+        assert row == {"cell": {"at": 7}, "samples": 3, "models": [{"x": {"mean": 11 / 4}}]}
+
+    def test_equal_values_have_an_interval_of_no_width(self) -> None:
+        row = only(average([outcomes(0.5, 0.5, 0.5, weights=(1, 2, 3))], seed=0, intervals=True))
+        assert row["models"][0]["x"] == {"mean": 0.5, "low": 0.5, "high": 0.5}
+
+    def test_an_interval_is_of_the_means_of_resamples(self) -> None:
+        # 0 and 1: the mean of two draws is 0, 1/2 or 1, the outer ones with probability 1/4 each
+        row = only(average([outcomes(0, 1)], seed=0, intervals=True))
+        assert row["models"][0]["x"] == {"mean": 0.5, "low": 0, "high": 1}
+
+    def test_a_resample_is_weighted(self) -> None:
+        picks = np.array([[0, 1], [1, 1], [0, 0], [1, 0]])
+        means = resampled(np.array([0.0, 1.0]), np.array([3.0, 1.0]), picks)
+        assert means.tolist() == [0.25, 1, 0, 0.25]
+
+    def test_a_difference_is_of_paired_samples(self) -> None:
+        noise = np.random.default_rng(0).normal(size=30).round(3)
+        row = only(average([outcomes(*noise), outcomes(*(noise + 1))], seed=0, intervals=True))
+        assert row["difference"]["x"] == pytest.approx({"mean": 1, "low": 1, "high": 1})
+        for model in row["models"]:
+            assert model["x"]["high"] - model["x"]["low"] > 0.3
+
+    def test_a_sample_counts_where_every_model_has_it_with_a_weight(self) -> None:
+        one, other = outcomes(1, 2, 3, 100), outcomes(5, 6, 7, 8, weights=(1, 1, 1, 0))
+        del one["s0"]
+        row = only(average([one, other], seed=0, intervals=False))
+        assert row["samples"] == 2
+        assert row["models"] == [{"x": {"mean": 2.5}}, {"x": {"mean": 6.5}}]
+        assert row["difference"] == {"x": {"mean": 4}}
+
+    def test_a_weight_of_none_is_not_counted_whatever_the_value(self) -> None:
+        row = only(average([outcomes(1, 3, float("nan"), weights=(1, 1, 0))], seed=0, intervals=True))
+        assert row["samples"] == 2
+        assert row["models"][0]["x"] == {"mean": 2, "low": 1, "high": 3}
+        assert average([outcomes(1, weights=(0,))], seed=0, intervals=True) == []
+
+    def test_a_cell_that_one_model_lacks_is_left_out(self) -> None:
+        one = {name: Outcome(name, outcome.measurements * 2) for name, outcome in outcomes(1, 2, at=1).items()}
+        for outcome in one.values():
+            outcome.measurements[1] = Measurement({"at": 2}, {"x": 9})
+        assert [row["cell"] for row in average([one, outcomes(1, 2, at=1)], seed=0, intervals=False)] == [{"at": 1}]
+
+    def test_one_sample_has_no_interval(self) -> None:
+        row = only(average([outcomes(1), outcomes(3)], seed=0, intervals=True))
+        assert row["models"] == [{"x": {"mean": 1}}, {"x": {"mean": 3}}]
+        assert row["difference"] == {"x": {"mean": 2}}
+
+    def test_neither_order_nor_the_run_changes_an_interval_but_the_seed_does(self) -> None:
+        measured = outcomes(*np.random.default_rng(1).normal(size=20))
+        turned = dict(reversed(measured.items()))
+        assert average([measured], seed=3, intervals=True) == average([turned], seed=3, intervals=True)
+        assert average([measured], seed=3, intervals=True) != average([measured], seed=4, intervals=True)
+
+    def test_intervals_hold_the_mean_as_often_as_they_say(self) -> None:
+        held, draws = 0, np.random.default_rng(0)
+        for trial in range(300):
+            mean = only(average([outcomes(*draws.normal(size=50))], seed=trial, intervals=True))["models"][0]["x"]
+            held += mean["low"] <= 0 <= mean["high"]
+        assert 0.91 <= held / 300 <= 0.98  # about 0.94 for 50 samples, give or take 0.014
+
+    def test_an_infinite_loss_has_a_mean_and_warns_of_nothing(self, recwarn: pytest.WarningsRecorder) -> None:
+        row = only(average([outcomes(1, 2, float("inf")), outcomes(1, 2, float("inf"))], seed=0, intervals=True))
+        assert row["models"][0]["x"]["mean"] == float("inf")
+        assert np.isnan(row["difference"]["x"]["mean"])
+        assert not recwarn.list
+
+
+@dataclass(kw_only=True)
+class Squares(Probe[int]):
+    """Adds the square of each number to what it is given."""
+
+    command: ClassVar[str] = "squares"
+    paper: ClassVar[str] = "nowhere"
+    dataset: ClassVar[str] = "novels"
+
+    count: Annotated[int, typer.Option()] = 4
+    values: Annotated[list[float], typer.Option()] = dataclasses.field(default_factory=list)
+
+    def samples(self, source: Source | None, subject: Any) -> Mapping[str, int]:
+        return {f"{number}²\u2028": number for number in range(self.count)}
+
+    def measure(self, subject: Any, samples: Mapping[str, int]) -> Iterator[Outcome]:
+        offset = subject if isinstance(subject, int) else 0
+        for name, number in samples.items():
+            yield Outcome(name, [Measurement({"of": "é"}, {"x": offset + number**2})], {"text": "日本\n"})
+
+    def draw(self, report: Report, figure: Any) -> None:
+        figure.add_subplot().plot([row["models"][0]["x"]["mean"] for row in report.rows])
+
+
+class Broken(Squares):
+    """Breaks off after some samples."""
+
+    after: ClassVar[int]
+    error: ClassVar[type[BaseException]] = KeyboardInterrupt
+
+    def measure(self, subject: Any, samples: Mapping[str, int]) -> Iterator[Outcome]:
+        for number, outcome in enumerate(super().measure(subject, samples)):
+            if number == self.after:
+                raise self.error
+            yield outcome
+
+
+def candidate(subject: Any = 0, name: str = "model") -> Candidate:
+    return Candidate(name, {"sha256": str(subject)}, lambda: subject)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+LINE = Outcome("a", []).line.encode() + b"\n"
+
+
+class TestRun:
+    def test_what_a_run_writes(self, tmp_path: Path) -> None:
+        report = run(Squares(seed=5), [candidate(1, "a"), candidate(3, "b")], output=tmp_path)
+        assert {*files(tmp_path)} == {"results.json", "figure.png", "samples-1.jsonl", "samples-2.jsonl"}
+        assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+        results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+        assert results == report.json()
+        assert (results["probe"], results["paper"]) == ("squares", "nowhere")
+        assert results["settings"] == {"seed": 5, "count": 4, "values": []}
+        assert results["data"] == {"path": "built-in novels", "sha256": digest(runs.find("novels", None).path)}
+        assert [model["sha256"] for model in results["models"]] == ["1", "3"]
+        assert results["versions"]["diffllama"] == diffllama.__version__
+        assert results["versions"]["torch"] == torch.__version__
+        assert {*results["versions"]} == {"diffllama", "commit", "torch", "transformers", "python"}
+        (row,) = results["rows"]
+        assert [model["x"]["mean"] for model in row["models"]] == [4.5, 6.5]  # 0, 1, 4, 9 and 1 or 3
+        assert row["difference"]["x"] == {"mean": 2, "low": 2, "high": 2}
+
+    def test_a_loaded_model_is_described(self, tmp_path: Path) -> None:
+        (facts,) = run(Squares(), [candidate(tiny_subject("v2"))], output=tmp_path).record["models"]
+        del facts["sha256"]
+        parameters = tiny_subject("v2").model.num_parameters()
+        assert facts == {
+            "model_type": "diff_llama", "variant": "v2", "parameters": parameters, "dtype": "float32", "device": "cpu",
+            "attention": "sdpa",
+        }  # fmt: skip
+
+    @pytest.mark.parametrize("after", range(4))
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+    def test_a_run_that_broke_off_measures_the_rest_and_reports_the_same(
+        self, error: type[BaseException], after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Broken, "after", after, raising=False)
+        monkeypatch.setattr(Broken, "error", error)
+        told = []
+        run(Squares(), [candidate()], output=tmp_path / "whole")
+        with pytest.raises(error):
+            run(Broken(), [candidate()], output=tmp_path / "broken")
+        assert {*files(tmp_path / "broken")} == {"samples-1.jsonl"}
+        run(Squares(), [candidate()], output=tmp_path / "broken", progress=lambda *done: told.append(done))
+        assert files(tmp_path / "broken") == files(tmp_path / "whole")
+        assert told == [("model", done, 4) for done in range(after, 5)]
+
+    def test_a_finished_run_measures_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        run(Squares(), [candidate()], output=tmp_path)
+        before = files(tmp_path)
+        monkeypatch.setattr(Broken, "after", 0, raising=False)
+        run(Broken(), [candidate()], output=tmp_path)
+        assert files(tmp_path) == before
+
+    @pytest.mark.parametrize(
+        ("probe", "subject", "data", "field"),
+        [
+            (Squares(count=5), 0, "1", r"settings\.count"),
+            (Squares(seed=1), 0, "1", r"settings\.seed"),
+            (Squares(count=5, seed=1), 0, "1", r"settings\.count, settings\.seed"),
+            (Squares(), 1, "1", r"model\.sha256"),
+            (Squares(), 0, "2", r"data\.sha256"),
+        ],
+    )
+    def test_samples_of_another_run_are_refused_and_left(
+        self, probe: Squares, subject: int, data: str, field: str, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "data"
+        file.write_text("1")
+        run(Squares(), [candidate()], output=tmp_path / "out", data=file)
+        before = files(tmp_path / "out")
+        file.write_text(data)
+        with pytest.raises(ValueError, match=rf"samples-1\.jsonl has .* differs in {field}\. .*--output"):
+            run(probe, [candidate(subject)], output=tmp_path / "out", data=file)
+        assert files(tmp_path / "out") == before
+
+    def test_samples_of_another_version_are_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        run(Squares(), [candidate()], output=tmp_path)
+        monkeypatch.setattr(runs, "commit", lambda: "another")
+        with pytest.raises(ValueError, match=r"differs in versions\.commit"):
+            run(Squares(), [candidate()], output=tmp_path)
+
+    def test_a_second_model_of_another_run_is_told_before_the_first_is_measured(self, tmp_path: Path) -> None:
+        run(Squares(), [candidate(0), candidate(1)], output=tmp_path)
+        (tmp_path / "samples-1.jsonl").unlink()
+        with pytest.raises(ValueError, match=r"samples-2\.jsonl .* differs in model\.sha256"):
+            run(Squares(), [Candidate("a", {}, lambda: pytest.fail("loaded")), candidate(2)], output=tmp_path)
+
+    @pytest.mark.parametrize(
+        "content", [b"hello\n", b'{"probe": "squares"}\n{}\n', b"\xff\n", b"{}\n7\n", b"7\n" + LINE]
+    )
+    def test_a_file_that_is_something_else_is_refused_and_left(self, content: bytes, tmp_path: Path) -> None:
+        (tmp_path / "samples-1.jsonl").write_bytes(content)
+        with pytest.raises(ValueError, match=r"samples-1\.jsonl has .* Name another folder with --output"):
+            run(Squares(), [candidate()], output=tmp_path)
+        assert files(tmp_path) == {"samples-1.jsonl": content}
+
+    def test_a_run_that_measured_nothing_is_in_nobodys_way(self, tmp_path: Path) -> None:
+        run(Squares(), [candidate()], output=tmp_path / "whole")
+        with pytest.raises(FileNotFoundError):
+            run(Squares(count=3), [Candidate("a", {}, lambda: Path("nowhere").read_text())], output=tmp_path / "out")
+        assert len((tmp_path / "out" / "samples-1.jsonl").read_text().splitlines()) == 1
+        run(Squares(), [candidate()], output=tmp_path / "out")
+        assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+    def test_output_may_not_be_a_file(self, tmp_path: Path) -> None:
+        (tmp_path / "out").write_text("mine")
+        with pytest.raises(NotADirectoryError, match=r"out is no folder\. Name one with --output"):
+            run(Squares(), [candidate()], output=tmp_path / "out")
+        assert (tmp_path / "out").read_text() == "mine"
+
+    def test_a_folder_that_cannot_be_written_is_told_before_a_model_is_loaded(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(self: Path, content: bytes) -> int:
+            raise PermissionError(13, "Permission denied", str(self))
+
+        monkeypatch.setattr(Path, "write_bytes", refuse)
+        with pytest.raises(PermissionError, match="Permission denied"):
+            run(Squares(), [Candidate("a", {}, lambda: pytest.fail("loaded"))], output=tmp_path)
+
+    @pytest.mark.parametrize("name", ["results.json", "figure.png"])
+    def test_a_file_appears_complete_or_not_at_all(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def half(self: Path, content: bytes, write: Any = Path.write_bytes) -> int:
+            if name in self.name:
+                write(self, content[: len(content) // 2])
+                raise OSError(28, "No space left on device")
+            return write(self, content)
+
+        def fails() -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(Path, "write_bytes", half)
+                with pytest.raises(OSError, match="No space left"):
+                    run(Squares(), [candidate()], output=tmp_path)
+
+        fails()
+        assert not (tmp_path / name).exists()
+        run(Squares(), [candidate()], output=tmp_path)
+        before = (tmp_path / name).read_bytes()
+        fails()
+        assert (tmp_path / name).read_bytes() == before
+
+    def test_numbers_are_written_though_the_figure_fails(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def draw(self: Squares, report: Report, figure: Any) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(Squares, "draw", draw)
+        with pytest.raises(ZeroDivisionError):
+            run(Squares(), [candidate()], output=tmp_path)
+        assert json.loads((tmp_path / "results.json").read_text())["rows"]
+        assert not (tmp_path / "figure.png").exists()
+
+    def test_the_first_model_is_gone_when_the_second_is_loaded(self, tmp_path: Path) -> None:
+        alive: list[weakref.ref[Any]] = []
+
+        def load() -> Subject:
+            assert [reference for reference in alive if reference() is not None] == []
+            subject = tiny_subject("v1")
+            subject.model.itself = [subject.model]  # as a model with a cycle is
+            alive.append(weakref.ref(subject.model))
+            return subject
+
+        run(Squares(), [Candidate(name, {}, load) for name in "ab"], output=tmp_path)
+        assert len(alive) == 2
+
+    def test_json_is_valid_though_a_number_is_none_and_a_run_goes_on_with_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def measure(self: Squares, subject: Any, samples: Mapping[str, int]) -> Iterator[Outcome]:
+            for name, number in samples.items():
+                x = [1.0, float("inf"), float("-inf"), float("nan")][number]
+                yield Outcome(name, [Measurement({"of": number}, {"x": x})], {"logits": [x]})
+
+        monkeypatch.setattr(Squares, "measure", measure)
+
+        def refuse(number: str) -> None:
+            raise AssertionError(f"{number} is no JSON")
+
+        written = []
+        for _ in range(2):
+            run(Squares(), [candidate()], output=tmp_path)
+            for file in ("results.json", "samples-1.jsonl"):
+                text = (tmp_path / file).read_text(encoding="utf-8")
+                lines = [text] if file == "results.json" else text.split("\n")[:-1]
+                written.append([json.loads(line, parse_constant=refuse) for line in lines])
+        assert written[:2] == written[2:]
+        means = [row["models"][0]["x"]["mean"] for row in written[0][0]["rows"]]
+        assert means == [1.0, "inf", "-inf", "nan"]
+
+
+class TestKept:
+    HEADER: ClassVar[dict[str, Any]] = {"probe": "squares", "settings": {"name": "größer", "lengths": (1, 2)}}
+
+    def whole(self, file: Path) -> dict[str, Outcome]:
+        """Three samples in a file, which is made or gone on with."""
+        kept = Kept(file, self.HEADER)
+        for name in ("α", "β", "\u2028γ"):
+            if name not in kept.outcomes:
+                kept.add(Outcome(name, [Measurement({"at": (1, 2)}, {"x": 1 / 3}, 0.1)], {"text": "日本\r\n"}))
+        return kept.outcomes
+
+    def test_a_file_cut_at_any_byte_is_gone_on_with(self, tmp_path: Path) -> None:
+        file = tmp_path / "samples.jsonl"
+        outcomes = self.whole(file)
+        content = file.read_bytes()
+        ends = [at + 1 for at, byte in enumerate(content) if byte == 10]
+        assert len(ends) == 4
+        for cut in range(len(content) + 1):
+            file.write_bytes(content[:cut])
+            assert len(Kept(file, self.HEADER).outcomes) == max(0, sum(end <= cut for end in ends) - 1)
+            assert self.whole(file) == outcomes
+            assert file.read_bytes() == content
+
+    def test_samples_are_read_as_they_were_measured(self, tmp_path: Path) -> None:
+        measured = self.whole(tmp_path / "samples.jsonl")
+        assert Kept(tmp_path / "samples.jsonl", self.HEADER).outcomes == measured
+        assert measured["α"] == Outcome("α", [Measurement({"at": [1, 2]}, {"x": 1 / 3}, 0.1)], {"text": "日本\r\n"})
+
+
+def test_a_file_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced = []
+
+    def replace(new: Path, file: Path, replace: Any = os.replace) -> None:
+        assert (new.read_text(), file.read_text()) == ("ä2", "1")
+        replaced.append(file)
+        replace(new, file)
+
+    file = tmp_path / "folder" / "file"
+    runs.write(file, b"1")
+    monkeypatch.setattr(os, "replace", replace)
+    runs.write(file, "ä2")
+    assert replaced == [file]
+    assert files(tmp_path / "folder") == {"file": "ä2".encode()}
+
+
+def test_rows_are_selected_by_their_cells() -> None:
+    rows = [{"cell": {"length": 1, "depth": depth}} for depth in (0.0, 0.5)] + [{"cell": {"length": 2}}]
+    report = Report(Squares(), ["a"], rows, [], {})
+    assert report.select(length=1, depth=0.5) == [rows[1]]
+    assert report.select(length=1) == rows[:2]
+    assert report.select(depth=1) == []
