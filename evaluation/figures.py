@@ -36,7 +36,7 @@ def line(axes: Axes, x: Sequence[float], points: Sequence[dict[str, float]], ind
     )
     if all("low" in point for point in points):
         low, high = ([point[side] for point in points] for side in ("low", "high"))
-        axes.fill_between(x, low, high, color=COLOURS[index % 7], alpha=0.15, linewidth=0)
+        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 def bars(axes: Axes, points: Sequence[dict[str, float]], index: int, count: int, label: str) -> None:

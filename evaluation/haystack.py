@@ -99,13 +99,15 @@ class Haystack:
         facts = [f"The magic number of {city} is {number}." for city, number in zip(cities, numbers, strict=True)]
         question = ask(cities[:queries])
         budget = length - self.count(HEAD + " ".join(facts) + question) - 1  # a token where two texts meet
-        start, taken = draw.randrange(len(self.sentences)), 0
-        while budget >= (size := self.sizes[(start + taken) % len(self.sizes)]):
-            budget -= size
-            taken += 1
+        start = draw.randrange(len(self.sentences))
+        before = [0]  # tokens before each place for a needle
+        while (after := before[-1] + self.sizes[(start + len(before) - 1) % len(self.sizes)]) <= budget:
+            before.append(after)
+        taken = len(before) - 1
         if not taken:
             raise ValueError(f"`length`: {length} tokens do not hold the question and a sentence of text.")
-        places = [round(depth * taken), *(draw.randrange(taken + 1) for _ in facts[1:])]
+        place = min(range(taken + 1), key=lambda at: abs(before[at] - depth * before[-1]))
+        places = [place, *(draw.randrange(taken + 1) for _ in facts[1:])]
         text, spans = HEAD, {}
         for place in range(taken + 1):
             here = [index for index, at in enumerate(places) if at == place]

@@ -94,3 +94,11 @@ def test_too_short_and_empty_are_refused() -> None:
 def test_a_text_that_is_too_short_is_repeated() -> None:
     prompt = haystack("One. Two. Three.").prompt(length=600, depth=0.5, needles=1, queries=1, seed="a")
     assert prompt.text.count("One. Two. Three.") > 5
+
+
+def test_depth_is_of_the_text_and_not_of_its_sentences() -> None:
+    uneven = haystack("".join(["Short. "] * 60 + [f"{'Long ' * 11}end. "] * 7))
+    for seed in "abc":
+        prompt = uneven.prompt(length=1000, depth=0.5, needles=1, queries=1, seed=seed)
+        (first, last), (start, end) = prompt.needles[0], prompt.context
+        assert (first - start) / (end - start - (last - first)) == pytest.approx(0.5, abs=0.05)
