@@ -8,7 +8,7 @@ OLDEST_TRANSFORMERS := transformers==5.6.0
 MIDDLE := .venv-middle
 MIDDLE_TRANSFORMERS := transformers==5.15.1
 RUN := $(VENV)/bin/python
-PIP_INSTALL := -m pip install --disable-pip-version-check
+PIP_INSTALL := -m pip install --disable-pip-version-check --no-compile# what is imported is compiled then
 PRINT_LIBRARIES := import sysconfig; print(sysconfig.get_path("platlib"))
 PROMPT ?=
 override PROMPT := $(value PROMPT)# as it was typed: a dollar sign is no variable
