@@ -17,7 +17,7 @@ import torch
 from transformers import DynamicCache
 
 from diffllama.evaluation.data import Source, read_text
-from diffllama.evaluation.likelihood import CHUNK, batches
+from diffllama.evaluation.likelihood import CHUNK, batches, new_cache
 from diffllama.evaluation.models import Subject
 
 
@@ -222,11 +222,11 @@ def classify(subject: Subject, prompts: Sequence[Prompt]) -> Iterator[tuple[int,
     Yields:
         Index of the prompt and the class, batch by batch.
     """
-    cache = DynamicCache(config=subject.model.config)
+    cache = new_cache(subject.model)
     cached: list[int] = []
     for context, group in groupby(range(len(prompts)), key=lambda index: prompts[index].context):
         if context[: len(cached)] != cached:
-            cache, cached = DynamicCache(config=subject.model.config), []
+            cache, cached = new_cache(subject.model), []
         for part in subject.tensor(context[len(cached) :]).split(CHUNK, dim=1):
             subject.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cached = context

@@ -45,7 +45,7 @@ class Prompt:
     context: tuple[int, int]
 
     def found(self, completion: str) -> float:
-        """The share of the numbers that a completion has."""
+        """The share of the numbers that a completion has, written without commas."""
         said = re.findall(r"\d+", completion)
         return sum(number in said for number in self.numbers) / len(self.numbers)
 
@@ -100,6 +100,8 @@ class Haystack:
         question = ask(cities[:queries])
         budget = length - self.count(HEAD + " ".join(facts) + question) - 1  # a token where two texts meet
         start = draw.randrange(len(self.sentences))
+        while self.sizes[start] > budget >= min(self.sizes):
+            start = (start + 1) % len(self.sizes)
         before = [0]  # tokens before each place for a needle
         while (after := before[-1] + self.sizes[(start + len(before) - 1) % len(self.sizes)]) <= budget:
             before.append(after)

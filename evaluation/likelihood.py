@@ -14,6 +14,18 @@ CHUNK = 1024
 """So many tokens of a long text go through the model at once, so that logits are never [n, vocabulary]."""
 
 
+def new_cache(model: PreTrainedModel) -> DynamicCache:
+    """An empty cache for the model.
+
+    Raises:
+        ValueError: the model keeps a state of its own, without which a later chunk forgets the earlier ones.
+    """
+    if model._is_stateful:
+        kind = model.config.model_type
+        raise ValueError(f"A `{kind}` keeps a recurrent state, which this probe cannot carry from chunk to chunk.")
+    return DynamicCache(config=model.config)
+
+
 def chosen(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of tokens: logits [b, n, vocabulary] and ids [b, n] -> [b, n], in float32."""
     return -torch.nn.functional.cross_entropy(logits.transpose(1, 2).float(), ids, reduction="none")
@@ -30,8 +42,11 @@ def token_log_probs(model: PreTrainedModel, ids: torch.Tensor, chunk: int = CHUN
 
     Returns:
         [n - 1] in float32, on the CPU.
+
+    Raises:
+        ValueError: the model keeps a recurrent state.
     """
-    cache = DynamicCache(config=model.config)
+    cache = new_cache(model)
     parts = []
     for start in range(0, ids.shape[1] - 1, chunk):
         inputs, targets = ids[:, start : start + chunk], ids[:, start + 1 : start + chunk + 1]
@@ -115,6 +130,8 @@ def completions(
             max_new_tokens=max_new_tokens,
             do_sample=False,
             num_beams=1,
+            repetition_penalty=1.0,  # a checkpoint's own settings may punish the repetition that a probe asks for
+            no_repeat_ngram_size=0,
             pad_token_id=pad,
             **ends,
         )

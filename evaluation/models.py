@@ -47,8 +47,9 @@ class Subject:
 
     @property
     def prefix(self) -> list[int]:
-        """What the tokenizer puts before every text: the id of the token of beginning, or nothing."""
-        return [self.tokenizer.bos_token_id] if self.tokenizer("a").input_ids[0] == self.tokenizer.bos_token_id else []
+        """What the tokenizer puts before every text: as a rule the id of the token of beginning, or nothing."""
+        whole, text = self.tokenizer("a").input_ids, self.encode("a")
+        return next(whole[:at] for at in range(len(whole)) if whole[at : at + len(text)] == text)
 
     def chat(self, message: str) -> list[int]:
         """Token ids of a user's message to which the assistant answers next, in the tokenizer's chat template.
@@ -108,7 +109,8 @@ class ModelSource:
         folder = self.folder
         commit = {"commit": folder.name} if folder.parent.name == "snapshots" else {}
         files = {"sha256": digest(folder, OWN_FILES)}
-        return {"name": self.name, **commit, **files, "dtype": self.dtype, "device": self.place.type}
+        chosen = {"dtype": self.dtype, "device": self.place.type, "trust_remote_code": self.trust_remote_code}
+        return {"name": self.name, **commit, **files, **chosen}
 
     def load(self) -> Subject:
         """The model in evaluation mode, and its tokenizer. Weights are in safetensors, as `facts` expects them."""

@@ -116,7 +116,7 @@ class Probe(ABC, Generic[S]):
     intervals: ClassVar[bool] = True
     """Whether its numbers are averages over samples, of which bootstrap intervals make sense."""
 
-    seed: Annotated[int, typer.Option(help="Of everything that is drawn at random.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Of everything that is drawn at random.")] = 0
 
     @property
     def dataset(self) -> str:

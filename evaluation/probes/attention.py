@@ -181,9 +181,9 @@ class AttentionToAnswer(Probe[Passage]):
             finish(axes, "depth of the answer (% of the text)", f"signed share of attention: {part}")
         depth = min(self.depth, key=lambda depth: abs(depth - 0.5))
         details = [outcomes[f"{depth} 0"].detail for outcomes in report.outcomes]
-        top = max(np.abs(detail["map"]).max() for detail in details)
+        top = max(np.abs(np.array(detail["map"], float)).max() for detail in details)
         for axes, name, detail in zip(maps, report.names, details, strict=True):
-            values = np.array(detail["map"])
+            values = np.array(detail["map"], float)
             layers, bins = values.shape
             numbers = [str(layer) if layer % 5 == 0 else "" for layer in range(layers)]
             picture = heat_map(axes, values, [], numbers, signed=True, limits=(-top, top))

@@ -50,6 +50,12 @@ def spread(accuracies: np.ndarray) -> dict[str, np.ndarray]:
     return {"accuracy": accuracies.mean(-1), "best": best, "worst": worst, "margin": best - worst}
 
 
+def by_chance(correct: np.ndarray, seed: int) -> float:
+    """The average margin of answers [orders, questions], each question's shuffled among the orders."""
+    draw = np.random.default_rng(seed)
+    return float(np.mean([spread(draw.permuted(correct, axis=0).mean(1))["margin"] for _ in range(RESAMPLES)]))
+
+
 @dataclass(kw_only=True)
 class ShotOrder(InContext):
     """Accuracy over permutations of the same demonstrations, in random order and alternating by class.
@@ -58,9 +64,9 @@ class ShotOrder(InContext):
     arrangements have the same ones: `random` shuffles them, in `alternating` classes take turns (see `alternate`). The
     paper does not say how it chooses them, nor how many there are.
 
-    Intervals are over test questions. The best and the worst of several orders lie apart even by chance, the farther
-    the fewer the questions, and resampling adds to that: intervals of a margin lie too high. Those of the difference
-    of two models do so less, for both are resampled alike.
+    The best and the worst of several orders lie apart even if the order has no effect, the farther the fewer the
+    questions: `chance` is the margin that is left, on average, when every question's answers are shuffled among the
+    orders. The interval of the accuracy is over test questions. Extremes have none, for resampling drives them apart.
 
     Args:
         orders: permutations of each arrangement, each with a seed of its own.
@@ -102,27 +108,23 @@ class ShotOrder(InContext):
                 raise ValueError("The models' tokenizers fit different numbers of demonstrations: measure them apart.")
             correct = [np.reshape(values, (self.orders, -1)) for values in by_model]
             questions = correct[0].shape[1]
-            # the same questions for every model and order
+            # the same resamples and shuffles for every model
             picks = np.random.default_rng(self.seed).integers(questions, size=(RESAMPLES, questions))
-            accuracies = [values.mean(1) for values in correct]
-            found = [spread(one) for one in accuracies]
-            weights = np.ones(questions)
-            drawn = [spread(np.stack([resampled(one, weights, picks) for one in values], -1)) for values in correct]
+            found = [spread(values.mean(1)) | {"chance": by_chance(values, self.seed)} for values in correct]
+            drawn = [resampled(values.mean(0), np.ones(questions), picks) for values in correct]
             row: Row = {
                 "cell": json.loads(key),
                 "samples": questions,
-                "models": [
-                    {metric: {"mean": float(mean)} | interval(some[metric]) for metric, mean in one.items()}
-                    for one, some in zip(found, drawn, strict=True)
-                ],
-                "orders": [one.tolist() for one in accuracies],
+                "models": [{metric: {"mean": float(mean)} for metric, mean in one.items()} for one in found],
+                "orders": [values.mean(1).tolist() for values in correct],
             }
+            for numbers, some in zip(row["models"], drawn, strict=True):
+                numbers["accuracy"] |= interval(some)
             if len(measured) == 2:
                 row["difference"] = {
-                    metric: {"mean": float(found[1][metric] - found[0][metric])}
-                    | interval(drawn[1][metric] - drawn[0][metric])
-                    for metric in found[0]
+                    metric: {"mean": float(found[1][metric] - found[0][metric])} for metric in found[0]
                 }
+                row["difference"]["accuracy"] |= interval(drawn[1] - drawn[0])
             rows.append(row)
         return rows
 

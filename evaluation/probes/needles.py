@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Retrieval of magic numbers of cities from long texts."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -31,7 +33,8 @@ class Needles(Probe[Task]):
     """Multi-needle retrieval: N cities get magic numbers in a text, R of them are asked for.
 
     The first number that is asked for stands at the depth of its cell, the others anywhere. An answer counts by the
-    share of the R numbers in it. Greedy, and without a chat template: the prompt ends where the answer begins.
+    share of the R numbers in its first line. Greedy, and without a chat template: the prompt ends where the answer
+    begins.
 
     Args:
         length: tokens of the prompts.
@@ -95,24 +98,37 @@ class Needles(Probe[Task]):
         }
 
     def measure(self, subject: Subject, samples: Mapping[str, Task]) -> Iterator[Outcome]:
-        """Has each prompt answered; its sample counts in its own cell and in the average over depths."""
-        names = list(samples)
-        prompts = [subject.prefix + subject.encode(samples[name].prompt.text) for name in names]
-        longest = len(subject.encode(" 1234567 and"))
-        queries = max(queries for _, queries in self.pairs().values())
-        for index, text in completions(subject, prompts, queries * longest + 4, self.batch_tokens):
-            task = samples[names[index]]
-            values = {"accuracy": task.prompt.found(text)}
-            cells = task.cell, task.cell | {"depth": "all"}
-            yield Outcome(
-                names[index],
-                [Measurement(cell, values) for cell in cells],
-                {"answer": text, "numbers": task.prompt.numbers},
-            )
+        """Has each prompt answered, in one line."""
+        number = len(subject.encode(" 1234567 and"))
+        for queries in sorted({queries for _, queries in self.pairs().values()}):
+            names = [name for name, task in samples.items() if len(task.prompt.numbers) == queries]
+            prompts = [subject.prefix + subject.encode(samples[name].prompt.text) for name in names]
+            for index, text in completions(subject, prompts, queries * number + 4, self.batch_tokens, stop=["\n"]):
+                task = samples[names[index]]
+                yield Outcome(
+                    names[index],
+                    [Measurement(task.cell, {"accuracy": task.prompt.found(text)})],
+                    {"answer": text, "numbers": task.prompt.numbers},
+                )
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
-        """Averages of the cells, then those over depths."""
-        return sorted(super().rows(measured), key=lambda row: row["cell"]["depth"] == "all")
+        """Averages of the cells, then over depths, where a sample is one text at all of them."""
+        texts: list[dict[str, Outcome]] = []
+        for outcomes in measured:
+            depths: dict[str, list[Measurement]] = {}
+            for outcome in outcomes.values():
+                (one,) = outcome.measurements
+                cell = one.cell | {"depth": "all"}
+                depths.setdefault(f"{json.dumps(cell)} {outcome.detail['numbers']}", []).append(replace(one, cell=cell))
+            texts.append(
+                {
+                    name: Outcome(
+                        name, [replace(some[0], values={"accuracy": fmean(one.values["accuracy"] for one in some)})]
+                    )
+                    for name, some in depths.items()
+                }
+            )
+        return super().rows(measured) + super().rows(texts)
 
     def draw(self, report: Report, figure: Any) -> None:
         """Depth × length heat maps, a row for each N/R and a column for each model."""

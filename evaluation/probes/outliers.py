@@ -38,7 +38,7 @@ class Magnitudes:
     """
 
     def __init__(self, top: Sequence[float] = (), bits: Sequence[int] = (), counts: Sequence[int] = ()) -> None:
-        self.top = torch.tensor(top, dtype=torch.float32)
+        self.top = torch.tensor([float(value) for value in top])  # infinity is kept as a text
         self.counts = torch.zeros(BINS, dtype=torch.int64)
         self.counts[torch.tensor(bits, dtype=torch.int64)] = torch.tensor(counts, dtype=torch.int64)
 

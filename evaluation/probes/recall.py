@@ -106,9 +106,18 @@ class Recall(LongTexts[Text]):
         """Averages, and as `tokens` how many tokens they are of."""
         rows = super().rows(measured)
         for row in rows:
-            for numbers, outcomes in zip(row["models"], measured, strict=True):
-                ours = [one for outcome in outcomes.values() for one in outcome.measurements if one.cell == row["cell"]]
-                numbers["tokens"] = {"mean": sum(one.weight for one in ours)}
+            weights = [
+                {
+                    name: one.weight
+                    for name, text in texts.items()
+                    for one in text.measurements
+                    if one.cell == row["cell"]
+                }
+                for texts in measured
+            ]
+            shared = set.intersection(*map(set, weights))  # of which the averages are
+            for numbers, tokens in zip(row["models"], weights, strict=True):
+                numbers["tokens"] = {"mean": sum(tokens[name] for name in shared)}
         return sorted(rows, key=lambda row: SLICES.index(row["cell"]["slice"]))
 
     def draw(self, report: Report, figure: Any) -> None:

@@ -102,3 +102,10 @@ def test_depth_is_of_the_text_and_not_of_its_sentences() -> None:
         prompt = uneven.prompt(length=1000, depth=0.5, needles=1, queries=1, seed=seed)
         (first, last), (start, end) = prompt.needles[0], prompt.context
         assert (first - start) / (end - start - (last - first)) == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_part_that_begins_with_a_sentence_too_long_begins_with_the_next() -> None:
+    text = haystack("".join([f"{'long ' * 200}end. ", "Short. "]))
+    for seed in "abcdef":
+        prompt = text.prompt(length=400, depth=0, needles=1, queries=1, seed=seed)
+        assert "Short." in prompt.text

@@ -4,6 +4,7 @@ import pytest
 import torch
 from ruled import ruled
 from tiny import VARIANTS, tiny_model, tokens
+from transformers import MambaConfig, MambaForCausalLM
 
 from diffllama.evaluation.likelihood import batches, completions, continuation_log_probs, token_log_probs
 from diffllama.evaluation.models import Subject
@@ -59,3 +60,16 @@ def test_completions_end_before_the_first_stop_string() -> None:
     for stop in (["The", " so", "sun"], [" so", "The"]):
         assert dict(completions(subject, prompts, 40, stop=stop)) == {0: " a and", 1: " d and"}
     assert dict(completions(subject, prompts[:1], 40, stop=["sun"])) == {0: " a and so on. The end."}
+
+
+def test_a_checkpoints_own_penalties_do_not_apply() -> None:
+    subject = ruled(lambda question: "aaaa", after=": ")
+    subject.model.generation_config.repetition_penalty = 5.0
+    subject.model.generation_config.no_repeat_ngram_size = 2
+    assert dict(completions(subject, [subject.encode("abc: ")], 4)) == {0: "aaaa"}
+
+
+def test_a_recurrent_model_is_refused() -> None:
+    config = MambaConfig(vocab_size=97, hidden_size=16, state_size=4, num_hidden_layers=1)
+    with pytest.raises(ValueError, match="`mamba` keeps a recurrent state"):
+        token_log_probs(MambaForCausalLM(config).eval(), tokens(1, 30))

@@ -68,7 +68,8 @@ class TestModelSource:
         source = ModelSource(name=str(folder), dtype="float32", device="cpu")
         facts = source.facts()
         assert facts == {
-            "name": str(folder), "sha256": digest(folder, OWN_FILES), "dtype": "float32", "device": "cpu"
+            "name": str(folder), "sha256": digest(folder, OWN_FILES), "dtype": "float32", "device": "cpu",
+            "trust_remote_code": False,
         }  # fmt: skip
         (folder / "README.md").write_text("A model.")
         assert source.facts() == facts
@@ -130,3 +131,10 @@ def test_the_prefix_is_what_the_tokenizer_puts_before_texts() -> None:
     assert Subject(name="a", model=subject.model, tokenizer=tokenizer).prefix == []
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     assert Subject(name="a", model=subject.model, tokenizer=tokenizer).prefix == [1]
+
+
+def test_a_prefix_may_be_several_tokens_and_not_the_one_of_beginning() -> None:
+    subject, tokenizer = tiny_subject("llama"), tiny_tokenizer()
+    special = [("<|user|>", 4), ("<s>", 1), ("</s>", 2)]
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<|user|> <s> $A </s>", special_tokens=special)
+    assert Subject(name="a", model=subject.model, tokenizer=tokenizer).prefix == [4, 1]

@@ -16,7 +16,7 @@ from diffllama.evaluation.classification import Example
 from diffllama.evaluation.data import find
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.probes.icl import SEPARATOR
-from diffllama.evaluation.probes.icl_order import ShotOrder, alternate, spread
+from diffllama.evaluation.probes.icl_order import ShotOrder, alternate, by_chance, spread
 from diffllama.evaluation.runs import Candidate, Report, run
 
 
@@ -98,21 +98,27 @@ def test_margins_of_models_that_heed_the_order_and_that_do_not(tmp_path: Path) -
         assert len(row["orders"][0]) == 10
         assert set(row["orders"][0]) == {0.25, 0.75}
         assert heeds["accuracy"] == pytest.approx(sum(row["orders"][0]) / 10)
-        assert heeds_not == {"accuracy": 0.75, "best": 0.75, "worst": 0.75, "margin": 0}
+        assert heeds_not == {"accuracy": 0.75, "best": 0.75, "worst": 0.75, "margin": 0, "chance": 0}
         assert row["orders"][1] == [0.75] * 10
         assert row["difference"]["margin"]["mean"] == -0.5
         assert row["difference"]["worst"]["mean"] == 0.5
 
 
-def test_intervals_are_of_the_same_questions_for_all_orders_and_models(tmp_path: Path) -> None:
-    # of 8 resampled questions k are of the larger class: the margin is |2k - 8| / 8, which is 0 in one resample of 12
+def test_only_the_accuracy_has_an_interval_and_it_is_over_questions(tmp_path: Path) -> None:
     report = measured(tmp_path / "out", echo, steady, data=trec(tmp_path), length=600)
     for row in report.rows:
-        heeds, heeds_not = row["models"]
-        assert heeds["margin"] == {"mean": 0.5, "low": 0, "high": 1}
-        assert heeds_not["margin"] == {"mean": 0, "low": 0, "high": 0}
-        assert row["difference"]["margin"] == {"mean": -0.5, "low": -1, "high": 0}
-        assert row["difference"]["best"]["high"] == 0  # no order is better than the steady model's, unless k < 4
+        for numbers in (*row["models"], row["difference"]):
+            assert [metric for metric, value in numbers.items() if "low" in value] == ["accuracy"]
+            assert numbers["accuracy"]["low"] <= numbers["accuracy"]["mean"] <= numbers["accuracy"]["high"]
+        assert row["models"][1]["accuracy"]["low"] <= 0.5  # 6 of 8 questions are right
+        assert row["models"][1]["accuracy"]["high"] == 1
+
+
+def test_the_margin_by_chance_is_what_shuffled_answers_have() -> None:
+    # of two orders, two questions are right in one each: both in the same, or one in either
+    assert by_chance(np.array([[1.0, 0.0], [0.0, 1.0]]), seed=0) == pytest.approx(0.5, abs=0.05)
+    assert by_chance(np.array([[1.0, 1.0], [0.0, 0.0]]), seed=0) == pytest.approx(0.5, abs=0.05)
+    assert by_chance(np.array([[1.0, 0.0], [1.0, 0.0]]), seed=0) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

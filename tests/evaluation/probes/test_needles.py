@@ -42,11 +42,20 @@ def test_a_model_that_remembers_the_end(tmp_path: Path) -> None:
         (900, "all"): 0.5,
     }
     assert found[600, 0.0] == {"mean": 0.0, "low": 0.0, "high": 0.0}
-    assert found[600, "all"]["low"] < 0.5 < found[600, "all"]["high"]
-    assert [row["samples"] for row in report.rows] == [3, 3, 3, 3, 6, 6]
+    assert found[600, "all"] == {"mean": 0.5, "low": 0.5, "high": 0.5}  # the same for every text
+    assert [row["samples"] for row in report.rows] == [3, 3, 3, 3, 3, 3]
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["rows"] == report.rows
     assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_only_the_first_line_is_an_answer(tmp_path: Path) -> None:
+    def guesses(text: str) -> str:
+        return f" 7.\n{remembers(text, 10_000)}"
+
+    report = measured(ruled(guesses, after=" is"), tmp_path, needles=["1/1", "6/1"], length=[900], depth=[0.5])
+    assert [row["models"][0]["accuracy"]["mean"] for row in report.rows] == [0.0] * 4
+    assert {outcome.detail["answer"] for outcome in report.outcomes[0].values()} == {" 7."}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

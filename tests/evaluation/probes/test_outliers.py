@@ -14,7 +14,7 @@ from diffllama.evaluation import attention
 from diffllama.evaluation.data import Source
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.probes.outliers import RANKS, Magnitudes, Outliers, magnitudes
-from diffllama.evaluation.runs import Candidate, Report, run
+from diffllama.evaluation.runs import Candidate, Report, dumps, run
 
 
 RESOLUTION = 2**-8
@@ -53,6 +53,12 @@ def test_magnitudes_add_up_and_survive_json() -> None:
         total += Magnitudes(**json.loads(json.dumps(one.detail())))
     assert whole.detail() == parts.detail() == total.detail()
     assert whole.top.tolist() == values.sort(descending=True).values[:100].tolist()
+
+
+def test_infinity_survives_the_file() -> None:
+    infinite = Magnitudes()
+    infinite.add(torch.tensor([1.0, float("inf")]))
+    assert Magnitudes(**json.loads(dumps(infinite.detail()))).top.tolist() == [float("inf"), 1.0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
