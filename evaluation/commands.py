@@ -97,9 +97,10 @@ def command(name: str) -> Callable[..., None]:
         if kind.loads_models:
             if (model is None) == (compare is None):
                 raise typer.BadParameter("Name one model, or two with --compare A B.")
-            if compare and compare[0] == compare[1]:
-                raise typer.BadParameter(f"Name two models with --compare, not {compare[0]} twice.")
-            sources = [ModelSource(name=name, **loading) for name in compare or (model,)]
+            names = [name.rstrip("/") or name for name in compare or (model,)]
+            if len({Path(name).resolve() for name in names}) < len(names):
+                raise typer.BadParameter(f"Name two models with --compare, not {names[0]} twice.")
+            sources = [ModelSource(name=name, **loading) for name in names]
             candidates = [
                 Candidate(name, source.facts(), source.load)
                 for name, source in zip(short([source.name for source in sources]), sources, strict=True)
@@ -120,13 +121,24 @@ def command(name: str) -> Callable[..., None]:
                     tasks[name] = bar.add_task(name, total=total)
                 bar.update(tasks[name], completed=done, total=total)
 
-            report = run(probe, candidates, output=output, data=data, progress=progress)
+            try:
+                report = run(probe, candidates, output=output, data=data, progress=progress)
+            except KeyboardInterrupt:
+                err.print("Interrupted. Repeated, the command goes on from here.")
+                raise
+        lengths = getattr(probe, "length", 0)
+        longest = max(lengths) if isinstance(lengths, list) else lengths
+        for facts in report.record["models"]:
+            if longest > (facts.get("positions") or longest):
+                err.print(f"{longest:,} tokens are more than the {facts['positions']:,} positions of {facts['name']}.")
         if (report.record["data"] or {}).get("path", "").startswith("built-in"):
             err.print("These are the built-in sample's numbers, which say little: name real data with --data.")
         out = Console(highlight=False, markup=False)
         if not out.is_terminal:
             out.width = 1000  # a file has room, and wrapped cells are hard to read
         for one in tables(report):
+            if out.measure(one).minimum > out.width:
+                out.width = 1000  # lines that the terminal wraps are better than cells without their numbers
             out.print(one)
         err.print(f"Wrote {output}", markup=False)
 

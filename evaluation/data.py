@@ -5,10 +5,12 @@
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import fsspec
 
@@ -65,7 +67,7 @@ def find(name: str, data: Path | None) -> Source:
     return Source(data / name if (data / name).is_dir() else data, built_in=False)
 
 
-def read_text(file: Path, encoding: str = "utf-8") -> str:
+def read_text(file: Path, encoding: str = "utf-8-sig") -> str:
     """A file's text, decompressed if its name ends like that.
 
     Raises:
@@ -74,7 +76,7 @@ def read_text(file: Path, encoding: str = "utf-8") -> str:
     try:
         with fsspec.open(str(file), "rt", encoding=encoding, compression="infer") as stream:
             return stream.read()
-    except (EOFError, UnicodeDecodeError, OSError) as error:
+    except (EOFError, UnicodeDecodeError, OSError, BadZipFile) as error:
         if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
             raise
         raise ValueError(f"{file} cannot be read as text: {error}") from error
@@ -86,7 +88,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: it is something else.
     """
-    text = read_text(file, "utf-8-sig").strip()
+    text = read_text(file).strip()
     if ".csv" in file.suffixes:
         try:
             rows = list(csv.DictReader(io.StringIO(text)))
@@ -96,7 +98,9 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{file} must have rows with as many fields as its first, which names the columns.")
         return rows
     try:
-        rows = json.loads(text) if text.startswith("[") else [json.loads(one) for one in text.split("\n") if one]
+        rows = (
+            json.loads(text) if text.startswith("[") else [json.loads(one) for one in text.split("\n") if one.strip()]
+        )
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is not JSON, nor JSON on each line: {error}") from error
     if not rows or not all(isinstance(row, dict) for row in rows):
@@ -113,6 +117,15 @@ def field(row: dict[str, Any], name: str | Sequence[str], file: Path) -> Any:
     raise ValueError(f"{file} has a row without {' or '.join(f'`{one}`' for one in names)}: it has {', '.join(row)}.")
 
 
+def text_field(row: dict[str, Any], name: str | Sequence[str], file: Path) -> str:
+    """`field`, which must be a text, and not an empty one."""
+    value = field(row, name, file)
+    if not isinstance(value, str) or not value.strip() or re.search("[\ud800-\udfff]", value):  # half a character
+        names = name if isinstance(name, str) else " or ".join(name)
+        raise ValueError(f"{file} has a row in which {names} is not a text: {value!r:.60}.")
+    return value
+
+
 def texts(source: Source) -> dict[str, str]:
     """Long texts by name: of a folder's .txt files, compressed or not, or `text` of each row of a .jsonl file.
 
@@ -126,10 +139,10 @@ def texts(source: Source) -> dict[str, str]:
 
 
 def _texts(path: Path) -> Iterator[tuple[str, str]]:
-    files = [path] if path.is_file() else sorted(path.iterdir())
+    files = [path] if path.is_file() else sorted(path.glob("[!.]*"))  # hidden ones are not in the data's hash either
     for file in files:
         if ".jsonl" in file.suffixes:
             for number, row in enumerate(read_rows(file)):
-                yield f"{file.name}:{number}", field(row, "text", file)
+                yield f"{file.name}:{number}", text_field(row, "text", file)
         elif ".txt" in file.suffixes:
             yield file.name, read_text(file)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from diffllama import DiffLlamaConfig
 from diffllama.choices import Variant
 from diffllama.configuration import baseline, preset, preset_names
+from diffllama.evaluation.models import device
 from diffllama.evaluation.runs import Candidate, Probe, S
 
 
@@ -50,7 +51,7 @@ class Matched(Probe[S]):
     @property
     def place(self) -> torch.device:
         """Where the models are."""
-        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return device(self.device)
 
     def configs(self, **fields: Any) -> dict[str, PretrainedConfig]:
         """Of the two models, with these fields set otherwise."""

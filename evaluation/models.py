@@ -18,7 +18,7 @@ OWN_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
 """Files of a model folder that decide what the model computes and how its tokenizer splits text."""
 
 
-def digest(path: Path, patterns: tuple[str, ...] = ("*",)) -> str:
+def digest(path: Path, patterns: tuple[str, ...] = ("**/*",)) -> str:
     """SHA-256 of a file, or of the names and bytes of a folder's visible files that match, as hexadecimal digits."""
     total = hashlib.sha256()
     if path.is_file():
@@ -26,11 +26,25 @@ def digest(path: Path, patterns: tuple[str, ...] = ("*",)) -> str:
             while block := stream.read(1 << 24):
                 total.update(block)
         return total.hexdigest()
-    for file in sorted({file for pattern in patterns for file in path.rglob(pattern)}):
+    for file in sorted({file for pattern in patterns for file in path.glob(pattern)}):
         name = file.relative_to(path)
         if file.is_file() and not any(part.startswith(".") for part in name.parts):
             total.update(f"{name.as_posix()}\0{digest(file)}\n".encode())
     return total.hexdigest()
+
+
+def device(name: str | None) -> torch.device:
+    """The device of that name; the first GPU by default, if there is one.
+
+    Raises:
+        ValueError: torch has no such device here.
+    """
+    try:
+        found = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.zeros(1, device=found).item()
+    except (RuntimeError, AssertionError) as error:  # NotImplementedError, of the device `meta`, is one of the former
+        raise ValueError(f"--device: there is no {name} here that computes. Name another, such as cpu.") from error
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +109,14 @@ class ModelSource:
         folder = Path(self.name).expanduser()
         if folder.exists() or self.name.count("/") != 1 or self.name.startswith((".", "/", "~")):
             if not (folder / "config.json").is_file():
-                raise FileNotFoundError(f"{self.name} is not a folder with a config.json. Name a model's folder.")
+                raise FileNotFoundError(f"{self.name or 'An empty name'} is not a folder with a config.json. Name a model's folder.")
             return folder
         return Path(snapshot_download(self.name, revision=self.revision, allow_patterns=list(OWN_FILES)))
 
     @property
     def place(self) -> torch.device:
         """Where it computes."""
-        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return device(self.device)
 
     def facts(self) -> dict[str, Any]:
         """What identifies the model in a result: its name, the commit of a repository, the SHA-256 of its files."""
@@ -113,9 +127,22 @@ class ModelSource:
         return {"name": self.name, **commit, **files, **chosen}
 
     def load(self) -> Subject:
-        """The model in evaluation mode, and its tokenizer. Weights are in safetensors, as `facts` expects them."""
+        """The model in evaluation mode, and its tokenizer. Weights are in safetensors, as `facts` expects them.
+
+        Raises:
+            ValueError: they cannot be loaded, weights are missing, or the tokenizer is another model's.
+        """
         options = {"trust_remote_code": self.trust_remote_code}
-        tokenizer = AutoTokenizer.from_pretrained(self.folder, **options)
-        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=self.dtype, use_safetensors=True, **options)
-        model.to(self.place)
-        return Subject(name=self.name, model=model.eval(), tokenizer=tokenizer)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.folder, **options)
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                self.folder, dtype=self.dtype, use_safetensors=True, output_loading_info=True, **options
+            )
+        except Exception as error:  # whatever a library raises on a broken folder
+            raise ValueError(f"{self.name} cannot be loaded, with weights in safetensors: {error}") from error
+        if missing := sorted(map(str, {*loaded["missing_keys"], *loaded["mismatched_keys"]})):
+            raise ValueError(f"{self.name} lacks {len(missing)} of its model's weights: {', '.join(missing[:3])}, …")
+        embeddings = model.get_input_embeddings().num_embeddings
+        if len(tokenizer) > embeddings:
+            raise ValueError(f"{self.name} has {embeddings:,} embeddings for a tokenizer of {len(tokenizer):,} tokens.")
+        return Subject(name=self.name, model=model.to(self.place).eval(), tokenizer=tokenizer)

@@ -116,7 +116,7 @@ class Probe(ABC, Generic[S]):
     intervals: ClassVar[bool] = True
     """Whether its numbers are averages over samples, of which bootstrap intervals make sense."""
 
-    seed: Annotated[int, typer.Option(min=0, help="Of everything that is drawn at random.")] = 0
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of everything that is drawn at random.")] = 0
 
     @property
     def dataset(self) -> str:
@@ -329,12 +329,16 @@ def run(
     Raises:
         FileNotFoundError: `data` has nothing of the kind.
         NotADirectoryError: `output` is a file.
+        IsADirectoryError: what it is to get is a folder.
         ValueError: the data or a setting is not what the probe takes, or the folder has another run's samples.
     """
     from matplotlib.figure import Figure  # needs the extra `eval`
 
     if output.exists() and not output.is_dir():
         raise NotADirectoryError(f"{output} is no folder. Name one with --output.")
+    for name in ("results.json", "figure.png"):
+        if (output / name).is_dir():
+            raise IsADirectoryError(f"{output / name} is a folder. Name another place with --output.")
     source = find(probe.dataset, data) if probe.takes_data else None
     what = {
         "probe": probe.command,
@@ -378,6 +382,7 @@ def described(subject: Subject) -> dict[str, Any]:
         "model_type": config.model_type,
         "variant": getattr(config, "diff_variant", None),
         "parameters": subject.model.num_parameters(),
+        "positions": getattr(config, "max_position_embeddings", None),
         "dtype": str(subject.model.dtype).removeprefix("torch."),
         "device": str(subject.model.device),
         "attention": config._attn_implementation,

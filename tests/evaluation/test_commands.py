@@ -253,3 +253,20 @@ def test_names_are_as_short_as_tells_them_apart(tmp_path: Path, monkeypatch: pyt
     assert short(["/models/llama/", "me/diff"]) == ["llama", "diff"]
     assert short(["a/model", "b/model"]) == ["a/model", "b/model"]
     assert short(["."]) == [tmp_path.name]
+
+
+def test_a_model_by_two_names_is_one_model(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ("--data", models, "--length", 64, "--texts", 1, "--output", tmp_path / "out")
+    assert call(capsys, "context", models / "v2", *out)[0] == 0
+    assert call(capsys, "context", f"{models / 'v2'}/", *out)[0] == 0  # goes on
+    status, _, err = call(capsys, "context", "--compare", models / "v2", f"{models / 'v2'}/", *out)
+    assert (status, "Name two models with --compare" in " ".join(err.split())) == (2, True)
+
+
+def test_texts_longer_than_a_model_has_positions_are_told(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "long.txt").write_text("It was a dark and stormy night. " * 50)
+    out = ("--data", tmp_path / "long.txt", "--texts", 1, "--output", tmp_path / "out")
+    _, _, err = call(capsys, "context", models / "llama", "--length", 1100, *out)
+    assert "1,100 tokens are more than the 1,024 positions of" in err

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diffllama.evaluation.data import SAMPLES, Source, field, find, read_rows, read_text, texts
+from diffllama.evaluation.data import SAMPLES, Source, field, find, read_rows, read_text, text_field, texts
 from diffllama.evaluation.models import digest
 
 
@@ -146,3 +146,34 @@ class TestTexts:
         (tmp_path / "a.jsonl").write_text('{"story": ""}')
         with pytest.raises(ValueError, match=r"a\.jsonl has a row without `text`: it has story"):
             texts(Source(tmp_path, built_in=False))
+
+    def test_hidden_files_are_no_texts_as_they_are_not_in_the_hash(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_text("a")
+        (tmp_path / "._a.txt").write_text("b")
+        assert texts(Source(tmp_path, built_in=False)) == {"a.txt": "a"}
+
+
+class TestTextField:
+    def test_a_text_is_taken_whatever_its_letters(self) -> None:
+        assert text_field({"a": "λ 🙂"}, ("b", "a"), Path("f")) == "λ 🙂"
+
+    @pytest.mark.parametrize("value", [5, None, ["a"], "", " \n", "half \ud83d"])
+    def test_anything_else_is_told_with_its_file(self, value: object) -> None:
+        with pytest.raises(ValueError, match=r"f\.json has a row in which a is not a text: "):
+            text_field({"a": value}, "a", Path("f.json"))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
+def test_a_byte_order_mark_is_no_text(name: str, tmp_path: Path) -> None:
+    content = {"a.txt": "x", "a.jsonl": '{"text": "x"}\n \n', "a.csv": "text\nx\n"}[name]
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    if name == "a.txt":
+        assert read_text(tmp_path / name) == "x"
+    else:
+        assert read_rows(tmp_path / name) == [{"text": "x"}]
+
+
+def test_a_false_archive_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.zip").write_text("no archive")
+    with pytest.raises(ValueError, match=r"a\.txt\.zip cannot be read as text"):
+        read_text(tmp_path / "a.txt.zip")

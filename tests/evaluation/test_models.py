@@ -60,7 +60,7 @@ class TestDigest:
         assert digest(tree) != before
 
     def test_files_that_match_nothing_are_left_out_and_those_that_match_twice_counted_once(self, tree: Path) -> None:
-        assert digest(tree, ("c", "d")) == digest(tree, ("d", "*/c", "c")) != digest(tree)
+        assert digest(tree, ("b", "x")) == digest(tree, ("*", "b")) != digest(tree)
 
 
 class TestModelSource:
@@ -96,8 +96,31 @@ class TestModelSource:
         weights = load_file(folder / "model.safetensors")
         torch.save(weights, folder / "pytorch_model.bin")
         (folder / "model.safetensors").unlink()
-        with pytest.raises(OSError, match="safetensors"):
+        with pytest.raises(ValueError, match="model cannot be loaded, with weights in safetensors"):
             ModelSource(name=str(folder), device="cpu").load()
+
+    def test_a_model_that_lacks_weights_is_not_measured_with_random_ones(self, folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        del weights["model.norm.weight"]
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=r"lacks 1 of its model's weights: model\.norm\.weight"):
+            ModelSource(name=str(folder), device="cpu").load()
+
+    def test_another_models_tokenizer_is_told(self, folder: Path) -> None:
+        tiny_subject("llama").tokenizer.save_pretrained(folder)
+        with pytest.raises(ValueError, match="97 embeddings for a tokenizer of 257 tokens"):
+            ModelSource(name=str(folder), device="cpu").load()
+
+    def test_results_inside_the_models_folder_do_not_make_another_model(self, folder: Path) -> None:
+        before = ModelSource(name=str(folder), device="cpu").facts()
+        (folder / "probes").mkdir()
+        (folder / "probes" / "results.json").write_text("{}")
+        assert ModelSource(name=str(folder), device="cpu").facts() == before
+
+    @pytest.mark.parametrize("name", ["abacus", "meta", "cuda:99"])
+    def test_a_device_that_does_not_compute_is_told(self, name: str, folder: Path) -> None:
+        with pytest.raises(ValueError, match=f"--device: there is no {name} here"):
+            ModelSource(name=str(folder), device=name).facts()
 
     @pytest.mark.parametrize("name", ["nowhere", "./no/where", "/no/where", "~/nowhere", "a/b/c", "folder"])
     def test_a_name_without_a_model_is_told(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

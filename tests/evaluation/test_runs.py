@@ -178,7 +178,7 @@ class TestRun:
         parameters = tiny_subject("v2").model.num_parameters()
         assert facts == {
             "model_type": "diff_llama", "variant": "v2", "parameters": parameters, "dtype": "float32", "device": "cpu",
-            "attention": "sdpa",
+            "attention": "sdpa", "positions": 1024,
         }  # fmt: skip
 
     @pytest.mark.parametrize("after", range(4))
