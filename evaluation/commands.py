@@ -134,11 +134,9 @@ def command(name: str) -> Callable[..., None]:
         if (report.record["data"] or {}).get("path", "").startswith("built-in"):
             err.print("These are the built-in sample's numbers, which say little: name real data with --data.")
         out = Console(highlight=False, markup=False)
-        if not out.is_terminal:
-            out.width = 1000  # a file has room, and wrapped cells are hard to read
+        wide = out.options.update(max_width=1000)
         for one in tables(report):
-            if out.measure(one).minimum > out.width:
-                out.width = 1000  # lines that the terminal wraps are better than cells without their numbers
+            out.width = max(out.width, out.measure(one, options=wide).maximum)  # no cell loses its number
             out.print(one)
         err.print(f"Wrote {output}", markup=False)
 

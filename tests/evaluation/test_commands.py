@@ -270,3 +270,13 @@ def test_texts_longer_than_a_model_has_positions_are_told(
     out = ("--data", tmp_path / "long.txt", "--texts", 1, "--output", tmp_path / "out")
     _, _, err = call(capsys, "context", models / "llama", "--length", 1100, *out)
     assert "1,100 tokens are more than the 1,024 positions of" in err
+
+
+def test_no_cell_loses_its_number_where_there_is_little_room(models: Path, tmp_path: Path) -> None:
+    arguments = ["--compare", "llama", "v1", "--data", ".", "--length", "64", "--texts", "2", "--output", tmp_path]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(models)
+        result = CliRunner(env={"COLUMNS": "30"}).invoke(app, ["probe", "context", *map(str, arguments)])
+    rows = [line for line in result.stdout.splitlines() if line.startswith("│")]
+    assert [len(row.split("│")) for row in rows] == [7] * 3  # at 16, 32 and 64 tokens
+    assert "…" not in result.stdout
