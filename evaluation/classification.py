@@ -3,8 +3,6 @@
 """Classification by a language model: texts with their classes, and answers that can only be a class."""
 
 import copy
-import csv
-import io
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,8 +14,8 @@ from typing import Literal
 import torch
 from transformers import DynamicCache
 
-from diffllama.evaluation.data import Source, read_text
-from diffllama.evaluation.likelihood import CHUNK, batches, new_cache
+from diffllama.evaluation.data import Source, field, read_rows, read_text
+from diffllama.evaluation.likelihood import CHUNK, batches, likeliest, new_cache
 from diffllama.evaluation.models import Subject
 
 
@@ -55,6 +53,9 @@ FINE = {
     "volsize": "size",
 }
 """TREC's fine codes that are no words -> what a model reads."""
+
+MARK = "\ufeff".encode().decode("latin-1")
+"""With which some editors begin a file of UTF-8, read as Latin-1."""
 
 BATCH_TOKENS = 8192
 """At most so many tokens are in the caches of the questions that are answered together (or one question's)."""
@@ -105,7 +106,7 @@ def read_trec(source: Source, fine: bool) -> tuple[list[Example], list[Example]]
     train, test = train_and_test(source, ("train.txt", "train_5500.label"), ("test.txt", "TREC_10.label"))
 
     def examples(file: Path) -> Iterator[Example]:
-        for number, line in enumerate(read_text(file, "latin-1").split("\n"), 1):
+        for number, line in enumerate(read_text(file, "latin-1").removeprefix(MARK).split("\n"), 1):
             if not line.strip():
                 continue
             match = re.match(r"(\w+):(\w+)\s+(.+)", line)
@@ -124,14 +125,8 @@ def read_banking(source: Source) -> tuple[list[Example], list[Example]]:
     """Banking77's queries: CSV with the columns `text` and `category`."""
 
     def examples(file: Path) -> Iterator[Example]:
-        try:
-            rows = list(csv.DictReader(io.StringIO(read_text(file))))
-        except csv.Error as error:
-            raise ValueError(f"{file} is not CSV: {error}") from error
-        for number, row in enumerate(rows, 1):
-            if "text" not in row or "category" not in row:
-                raise ValueError(f"{file} must have the columns text and category: it has {', '.join(map(str, row))}.")
-            yield example(row["text"] or "", row["category"] or "", f"{file}, row {number},")
+        for number, row in enumerate(read_rows(file), 1):
+            yield example(field(row, "text", file), field(row, "category", file), f"{file}, row {number},")
 
     train, test = train_and_test(source, ("train.csv",), ("test.csv",))
     return list(examples(train)), list(examples(test))
@@ -221,6 +216,9 @@ def classify(subject: Subject, prompts: Sequence[Prompt]) -> Iterator[tuple[int,
 
     Yields:
         Index of the prompt and the class, batch by batch.
+
+    Raises:
+        ValueError: the model's scores are NaN.
     """
     cache = new_cache(subject.model)
     cached: list[int] = []
@@ -238,7 +236,7 @@ def classify(subject: Subject, prompts: Sequence[Prompt]) -> Iterator[tuple[int,
 
 def _answers(subject: Subject, cache: DynamicCache, prompts: Sequence[Prompt]) -> list[str]:
     """The classes of questions of equal length whose context is in the cache, which stays as it is."""
-    cache = copy.deepcopy(cache)
+    cache, dtype = copy.deepcopy(cache), str(subject.model.dtype).removeprefix("torch.")
     cache.batch_repeat_interleave(len(prompts))
     left = [list(prompt.options) for prompt in prompts]  # the classes that an answer can still become
     tokens, step = [prompt.question for prompt in prompts], 0
@@ -248,7 +246,7 @@ def _answers(subject: Subject, cache: DynamicCache, prompts: Sequence[Prompt]) -
         for row, (prompt, labels) in enumerate(zip(prompts, left, strict=True)):
             if len(labels) > 1:
                 allowed = sorted({prompt.options[label][step] for label in labels})
-                tokens[row] = [allowed[int(logits[row, allowed].argmax())]]
+                tokens[row] = [allowed[likeliest(logits[row, allowed].tolist(), dtype)]]
                 left[row] = [label for label in labels if prompt.options[label][step] == tokens[row][0]]
             else:
                 tokens[row] = tokens[row][-1:]  # has its answer already: any token will do

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from diffllama.evaluation.data import Source, field, read_rows, read_text
+from diffllama.evaluation.data import Source, field, read_rows, read_text, text_field
 
 
 Summary = Literal["xsum", "cnn_dm", "multi_news"]
@@ -52,21 +52,24 @@ def read(task: Task, source: Source) -> dict[str, Document]:
 
 def _rows(file: Path, questions: bool) -> Iterator[Document]:
     for row in read_rows(file):
-        reference = field(row, ("answer", "answers", "summary", "highlights"), file)
+        found = field(row, ("answer", "answers", "summary", "highlights"), file)
+        references = found if found and isinstance(found, list) else [found]
         yield Document(
             _text(field(row, ("context", "document", "article"), file), file),
-            field(row, ("question", "input"), file) if questions else "",
-            "; ".join(reference) if isinstance(reference, list) else reference,
+            text_field(row, ("question", "input"), file) if questions else "",
+            "; ".join(text_field({"the reference": one}, "the reference", file) for one in references),
         )
 
 
 def _text(context: Any, file: Path) -> str:
-    if isinstance(context, str):
-        return context
-    try:
-        return "\n\n".join(f"{title}\n{' '.join(map(str.strip, sentences))}" for title, sentences in context)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{file} has a document that is neither a text nor a list of titles and sentences.") from error
+    if not isinstance(context, str):
+        try:
+            context = "\n\n".join(f"{title}\n{' '.join(map(str.strip, sentences))}" for title, sentences in context)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{file} has a document that is neither a text nor a list of titles and sentences."
+            ) from error
+    return text_field({"the document": context}, "the document", file)
 
 
 def _prompts(file: Path) -> Iterator[Document]:

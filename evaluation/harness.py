@@ -3,6 +3,7 @@
 """The LM Evaluation Harness: its command line, and the items and metrics of the tasks in `tasks/`."""
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from datasets import Dataset
 from lm_eval._cli import HarnessCLI
 from lm_eval.config.evaluate_config import EvaluatorConfig
@@ -20,12 +20,24 @@ from transformers import AutoTokenizer
 
 from diffllama.evaluation.data import Source, find
 from diffllama.evaluation.haystack import Prompt
+from diffllama.evaluation.likelihood import likeliest
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.multiple_choice import dataset_name, read
 from diffllama.evaluation.probes.needles import Needles
 
 
 TASKS = Path(__file__).parent / "tasks"
+
+RANGES: dict[str, tuple[type, float, float]] = {
+    "length": (int, 1, math.inf),
+    "depth": (float, 0, 1),
+    "samples_per_cell": (int, 1, math.inf),
+    "seed": (int, 0, math.inf),
+}
+"""Settings of the probe of needles in `--metadata` -> their type, least and greatest value."""
+
+LISTS = ("length", "depth")
+"""Those that may be a list."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +61,15 @@ def given(name: str, data: str | None) -> Iterator[Source]:
 
     Errors of who reads them name lm-eval's option.
     """
+    if data is not None and not isinstance(data, str):  # lm-eval makes a number of 1
+        raise ValueError(f"--metadata data must be a path, such as ./novels, got {data!r}.")
     path = data or os.environ.get("DIFFLLAMA_DATA")
     try:
         source = find(name, Path(path) if path else None)
         yield source
     except (FileNotFoundError, ValueError) as error:
-        error.args = (str(error).replace("--data", "--metadata data=PATH"),)
+        said = str(error).replace("--data", "--metadata data=PATH")
+        error.args = (said.replace("--length", "--metadata length=TOKENS"),)
         raise
     if source.built_in:
         logger.warning("These are the built-in sample's items: name real data with --metadata data=PATH.")
@@ -91,14 +106,34 @@ def accuracy(doc: Mapping[str, Any], results: Iterable[tuple[float, bool]]) -> d
     Args:
         doc: a row of `multiple_choice`.
         results: for each answer its log-likelihood, and whether it is the greedy one.
+
+    Raises:
+        ValueError: a log-likelihood is NaN.
     """
-    return {"accuracy": float(np.argmax([likelihood for likelihood, _ in results]) == doc["gold"])}
+    answer = likeliest([likelihood for likelihood, _ in results], "its dtype", "--model_args dtype=NAME")
+    return {"accuracy": float(answer == doc["gold"])}
 
 
 def accuracy_per_character(doc: Mapping[str, Any], results: Iterable[tuple[float, bool]]) -> dict[str, float]:
     """Whether the right answer of an item has the highest log-likelihood per character; lm-eval's `acc_norm`."""
     pairs = zip(results, doc["continuations"], strict=True)
     return accuracy(doc, [(likelihood / len(text), greedy) for (likelihood, greedy), text in pairs])
+
+
+def setting(name: str, value: Any) -> Any:
+    """A setting of the probe of needles: a number, or a list of them for one of `LISTS`.
+
+    Raises:
+        ValueError: a number is none, of another type or out of range, or the list is empty.
+    """
+    kind, least, most = RANGES[name]
+    values = value if name in LISTS and isinstance(value, list | tuple) else [value]
+    if not values or not all(type(one) in (int, kind) and least <= one <= most for one in values):  # True is no number
+        what = f"a {'whole ' * (kind is int)}number{' or a list of them' * (name in LISTS)}"
+        bounds = f"from {least}" + f" to {most}" * (most < math.inf)
+        raise ValueError(f"--metadata {name} must be {what}, {bounds}, got {value!r}.")
+    numbers = [kind(one) for one in values]
+    return numbers if name in LISTS else numbers[0]
 
 
 def needles(needles: str, data: str | None = None, **metadata: Any) -> dict[str, Dataset]:
@@ -112,7 +147,7 @@ def needles(needles: str, data: str | None = None, **metadata: Any) -> dict[str,
 
     Raises:
         FileNotFoundError: there are no such data.
-        ValueError: they have no text, a setting is none, or there is no tokenizer.
+        ValueError: they have no text, a setting of `metadata` is wrong, or there is no tokenizer.
     """
     name = metadata.get("tokenizer") or metadata.get("pretrained")
     if not isinstance(name, str):
@@ -122,9 +157,8 @@ def needles(needles: str, data: str | None = None, **metadata: Any) -> dict[str,
         revision=metadata.get("revision", "main"),
         trust_remote_code=metadata.get("trust_remote_code", False),
     )
-    lists = {name: np.atleast_1d(metadata[name]).tolist() for name in ("length", "depth") if name in metadata}
-    numbers = {name: metadata[name] for name in ("samples_per_cell", "seed") if name in metadata}
-    probe = Needles(needles=[needles], **lists, **numbers)
+    settings = {name: setting(name, metadata[name]) for name in RANGES if name in metadata}
+    probe = Needles(needles=[needles], **settings)
     with given(probe.dataset, data) as source:
         tasks = probe.samples(source, Subject(name=name, model=None, tokenizer=tokenizer))  # which needs no model
     return {"test": Dataset.from_list([{"prompt": asdict(task.prompt), **task.cell} for task in tasks.values()])}

@@ -74,7 +74,10 @@ class Haystack:
             if sum(self.sizes) > 4 * length:
                 break
         if not self.sentences:
-            raise ValueError("There is no sentence in the text. Name other texts with --data.")
+            raise ValueError(
+                f"There is no sentence in the first {100 * length:,} characters of any text. Name other texts with "
+                "--data, or ask for more with --length."
+            )
 
     def count(self, text: str) -> int:
         """Tokens of a text alone."""
@@ -107,7 +110,7 @@ class Haystack:
             before.append(after)
         taken = len(before) - 1
         if not taken:
-            raise ValueError(f"`length`: {length} tokens do not hold the question and a sentence of text.")
+            raise ValueError(f"--length: {length} tokens do not hold the question and a sentence of text.")
         place = min(range(taken + 1), key=lambda at: abs(before[at] - depth * before[-1]))
         places = [place, *(draw.randrange(taken + 1) for _ in facts[1:])]
         text, spans = HEAD, {}

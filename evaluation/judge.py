@@ -24,6 +24,16 @@ RETRIES = 4
 BACKOFF = 1.0
 """Seconds that the waiting times between them begin with; each is twice the last."""
 
+CONCLUSION = r'conclusion["*_ ]*[:=\n–—-]'
+"""What a verdict follows."""
+
+SAYS = (
+    r"(?:[\W_]|boxed|text(?:bf)?)*"
+    r"(?:(?:it|(?:the|this) (?:proposed |final )?(?:response|summary|answer|decision|verdict)) is[\W_]+)?"
+    r"(true|false)(?!\W*(?:(?:or|and)\W+)?(?:true|false))(?=[\W_]*?(?:[.,;:!(\n]|\s[–—-]|because|since|as\b|\Z))"
+)
+"""A verdict, with what may stand before it, and the end of its clause: not "true or false", not "true in part"."""
+
 Verdict = bool | None
 """What a judge says; `None` if it cannot be read."""
 
@@ -46,8 +56,12 @@ class Judge:
     timeout: float = 120.0
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.query:
+        try:
+            parts = urlsplit(self.url)
+            address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # brackets or a port that are none
+            address = False
+        if not address or "@" in parts.netloc or parts.query:
             raise ValueError(
                 "--judge-url must be the base address of an OpenAI-compatible endpoint, without password or query, "
                 f"such as http://localhost:8000/v1, got {self.url!r}."
@@ -97,9 +111,10 @@ class Judge:
 
 
 def verdict(reply: str) -> Verdict:
-    """What follows the last "Conclusion:" in a reply."""
-    found = re.findall(r"conclusion\W*(true|false)\b", reply, re.IGNORECASE)
-    return found[-1].lower() == "true" if found else None
+    """What follows the last "Conclusion:" in a reply, as a word or as "the response is false"."""
+    _, *found = re.split(CONCLUSION, reply, flags=re.IGNORECASE)
+    said = re.match(SAYS, found[-1], re.IGNORECASE) if found else None
+    return said[1].lower() == "true" if said else None
 
 
 def agreement(verdicts: Sequence[Verdict]) -> float:

@@ -4,8 +4,9 @@
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
 from diffllama.evaluation.models import Subject
 
@@ -55,6 +56,21 @@ def token_log_probs(model: PreTrainedModel, ids: torch.Tensor, chunk: int = CHUN
     return torch.cat(parts)
 
 
+def likeliest(scores: Sequence[float] | np.ndarray, dtype: str, option: str = "--dtype") -> int:
+    """Index of the highest score, the first of equal ones.
+
+    Args:
+        scores: some may be minus infinity.
+        dtype: in which the model computed them. option: of the command line, which chooses another.
+
+    Raises:
+        ValueError: a score is NaN, of which no other is higher.
+    """
+    if np.isnan(scores).any():
+        raise ValueError(f"The model's scores are not numbers (NaN) in {dtype}. Try another {option}.")
+    return int(np.argmax(scores))
+
+
 def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
     """Indices of sequences of equal length together, longest first, at most `batch_tokens` tokens (or one sequence).
 
@@ -99,6 +115,27 @@ def continuation_log_probs(
             yield index, scores[row, starts[index] - first :].sum().item()
 
 
+class Stop(StoppingCriteria):
+    """Ends each row in whose text there is one of some strings.
+
+    Transformers' own criterion fails with tokenizers of whole words, and counts a string that the prompt begins.
+
+    Args:
+        strings: at which a row ends.
+        tokenizer: makes text of the tokens.
+        start: how many tokens the prompts have.
+    """
+
+    def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase, start: int) -> None:
+        self.strings, self.tokenizer, self.start = strings, tokenizer, start
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
+        """Which rows end: [b]."""
+        texts = self.tokenizer.batch_decode(input_ids[:, self.start :], skip_special_tokens=True)
+        ended = [any(string in text for string in self.strings) for text in texts]
+        return torch.tensor(ended, device=input_ids.device)
+
+
 @torch.inference_mode()
 def completions(
     subject: Subject,
@@ -121,7 +158,6 @@ def completions(
     """
     tokenizer = subject.tokenizer
     pad = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
-    ends = {"stop_strings": list(stop), "tokenizer": tokenizer} if stop else {}
     for indices in batches([len(prompt) for prompt in prompts], batch_tokens):
         ids = torch.tensor([prompts[index] for index in indices], device=subject.model.device)
         made = subject.model.generate(
@@ -133,7 +169,7 @@ def completions(
             repetition_penalty=1.0,  # a checkpoint's own settings may punish the repetition that a probe asks for
             no_repeat_ngram_size=0,
             pad_token_id=pad,
-            **ends,
+            stopping_criteria=[Stop(stop, tokenizer, ids.shape[1])] if stop else None,
         )
         for index, row in zip(indices, made[:, ids.shape[1] :], strict=True):
             text = tokenizer.decode(row, skip_special_tokens=True)

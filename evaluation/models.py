@@ -109,7 +109,9 @@ class ModelSource:
         folder = Path(self.name).expanduser()
         if folder.exists() or self.name.count("/") != 1 or self.name.startswith((".", "/", "~")):
             if not (folder / "config.json").is_file():
-                raise FileNotFoundError(f"{self.name or 'An empty name'} is not a folder with a config.json. Name a model's folder.")
+                raise FileNotFoundError(
+                    f"{self.name or 'An empty name'} is not a folder with a config.json. Name a model's folder."
+                )
             return folder
         return Path(snapshot_download(self.name, revision=self.revision, allow_patterns=list(OWN_FILES)))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffllama.evaluation.data import Source, field, read_rows, read_text
+from diffllama.evaluation.data import Source, field, read_rows, read_text, text_field
 
 
 TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbook_qa", "piqa", "winogrande")
@@ -83,12 +83,14 @@ def _hellaswag(file: Path) -> list[Item]:
 def _item(name: str, contexts: Any, answers: Any, gold: Any, file: Path, ask: str = "") -> Item:
     """An item of several answers to one context, or of several contexts of one answer."""
     lists = isinstance(contexts, list) and isinstance(answers, list)
-    if not lists or not all(isinstance(text, str) and text.strip() for text in (*contexts, *answers)):
+    choices = max(len(contexts), len(answers)) if lists and contexts and answers else 0
+    if choices < 2:
         raise ValueError(
-            f"{file}: {name} must have a question and a list of answers, got {contexts!r} and {answers!r}."
+            f"{file}: {name} must have a question and a list of answers, two or more, got {contexts!r} and {answers!r}."
         )
-    choices = max(len(contexts), len(answers))
-    if gold not in range(choices):
+    for text in (*contexts, *answers):
+        text_field({name: text}, name, file)
+    if type(gold) is not int or gold not in range(choices):  # 1.0 and True are in it, too
         raise ValueError(f"{file}: `gold` of {name} must be from 0 to {choices - 1}, got {gold!r}.")
     return Item(
         id=name,

@@ -2,16 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Word problems of mathematics: their files, worked examples, and whether a completion has the right answer."""
 
-import csv
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from xml.etree import ElementTree
 
-from diffllama.evaluation.data import Source, field, read_rows, read_text
+from diffllama.evaluation.data import Source, field, read_rows, read_text, text_field
 
 
 Task = Literal["gsm8k", "math", "svamp", "asdiv", "mawps"]
@@ -95,7 +94,7 @@ def read(task: Task, source: Source) -> dict[str, Problem]:
         case "asdiv":
             files, problems = [source.file("ASDiv.xml")], _asdiv
         case "mawps":
-            files, problems = sorted(source.path.glob("*.csv")) or [source.file("fold0.dev.csv")], _mawps
+            files, problems = sorted(source.path.glob("[!.]*.csv")) or [source.file("fold0.dev.csv")], _mawps
     found = {f"{file.name}:{number}": one for file in files for number, one in enumerate(problems(file))}
     if not found:
         raise ValueError(f"{source.path} has no problem.")
@@ -104,14 +103,13 @@ def read(task: Task, source: Source) -> dict[str, Problem]:
 
 def _rows(file: Path) -> Iterator[Problem]:
     for row in read_rows(file):
-        question = field(row, ("question", "problem", "context"), file)
-        yield Problem(question, str(field(row, "answer", file)).rpartition("####")[2].strip())
+        yield Problem(text_field(row, ("question", "problem", "context"), file), _answer(row, "answer", file))
 
 
 def _svamp(file: Path) -> Iterator[Problem]:
     for row in read_rows(file):
-        question = _joined(field(row, "Body", file), field(row, "Question", file))
-        yield Problem(question, str(field(row, "Answer", file)))
+        question = _joined(text_field(row, "Body", file), text_field(row, "Question", file))
+        yield Problem(question, _answer(row, "Answer", file))
 
 
 def _asdiv(file: Path) -> Iterator[Problem]:
@@ -121,20 +119,27 @@ def _asdiv(file: Path) -> Iterator[Problem]:
         raise ValueError(f"{file} is not XML: {error}") from error
     for element in root.iter("Problem"):
         row = {child.tag: child.text or "" for child in element}
-        question = _joined(field(row, "Body", file), field(row, "Question", file))
-        yield Problem(question, field(row, "Answer", file))
+        question = _joined(text_field(row, "Body", file), text_field(row, "Question", file))
+        yield Problem(question, _answer(row, "Answer", file))
 
 
 def _mawps(file: Path) -> Iterator[Problem]:
-    for row in csv.DictReader(read_text(file).splitlines(keepends=True), restval=""):
+    for row in read_rows(file):
         numbers = [number.removesuffix(".0") for number in field(row, "Numbers", file).split()]
-        masked = field(row, "Question", file)
+        masked = text_field(row, "Question", file)
         words = re.split(r"number(\d+)", masked)
         try:
             words[1::2] = [numbers[int(at)] for at in words[1::2]]
         except IndexError as error:
             raise ValueError(f"{file} has a question with more numbers than its `Numbers`: {masked}") from error
-        yield Problem("".join(words), field(row, "Answer", file))
+        yield Problem("".join(words), _answer(row, "Answer", file))
+
+
+def _answer(row: dict[str, Any], name: str, file: Path) -> str:
+    """A number, or a text, of which only what follows "####" counts where there is that."""
+    given = field(row, name, file)
+    text = str(given) if type(given) in (int, float) else text_field(row, name, file)
+    return text_field({name: text.rpartition("####")[2].strip()}, name, file)
 
 
 def _joined(body: str, question: str) -> str:
@@ -146,13 +151,19 @@ def _joined(body: str, question: str) -> str:
 # --- answers --------------------------------------------------------------------------------------------------------
 
 NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
-UNIT = r"(?:\s+\(?[a-z]{2}[^\d\\^=+*/]*?(?:\^[23])?)?\s*(?:\.(?:\s.*)?)?"
-"""What may follow a number: words, perhaps squared, and the end of the sentence."""
+UNIT = (
+    r"(?:\s+\(?(?![^.,;]*\bhalf\b|(?:and|pi)\b)(?:[a-z]{2}|[ghlms](?!\w|\s*-))(?:[^\d\\^=+*/]|/[a-z])*?(?:\^[23])?)?"
+    r"\s*(?:\.(?:\s.*)?|[,;!](?:\s+(?!(?:and|or)\b)[a-z]{2}.*)?)?"
+)
+"""What may follow a number: words or a metric unit's letter, perhaps squared, and the end of the sentence or clause."""
 
 SPELLINGS = (
     ("−", "-"),
-    (r"\\[!,;: ]|\\left\b|\\right\b|\\?[$%]|\^\{?\\circ\}?|\*\*", ""),
+    (r"\{,\}", ","),
+    (r"\s?\\!\s*", ""),
+    (r"(?<!\\)\\[,;: ()\[\]]|\\left\b|\\right\b|\\?[$%]|\^\{?\\circ\}?|°|\*\*", ""),
     (r"\\(?:text|textbf|textrm|mathrm|mbox)\{([^{}]*)\}", r"\1"),
+    (r"(?<=\d),(?=\d{3}(?:,\d{3})*\})", ""),
     (r"\\[dtc]frac", r"\\frac"),
     (r"\\frac\s*(\d)", r"\\frac{\1}"),
     (r"\\frac\{(-?\d+)\}\s*(\d)", r"\\frac{\1}{\2}"),
@@ -177,14 +188,19 @@ class Final:
 
 
 def final_answer(completion: str) -> Final:
-    r"""The last `\boxed{}`, or else what follows the last "answer is" or "####" in its line, or the last number."""
+    r"""The last `\boxed{}`, or else what follows the last "answer is" or "####", or the last number.
+
+    What follows is the rest of the line or a displayed formula; or the next line, if it begins as a number or formula.
+    """
     box = completion.rfind("\\boxed{")
     if box >= 0 and (inside := _braced(completion[box + len("\\boxed{") :])) is not None:
         return Final(inside, box, True)
-    marks = list(re.finditer(r"(?:\banswer(?: is|:)|####):?[ *]*(?=\S)", completion, re.IGNORECASE))
+    mark = r"(?:\banswer(?: is|:)|####)(?:[ :*]*(?=[^\s:*])|[\s:*]*(?=[-−+]?[.$\\(\d])(?!\d+[.)] +\S))"
+    marks = list(re.finditer(mark, completion, re.IGNORECASE))
     if marks:
         start = marks[-1].end()
-        return Final(completion[start:].partition("\n")[0].strip(), start, True)
+        line = re.findall(r"(?s:\\\[.*?\\\]|\$\$.*?\$\$)|.*", completion[start:])[0]
+        return Final(line.strip(), start, True)
     numbers = re.findall(rf"(?<![\w.]){NUMBER}", completion)
     return Final(numbers[-1] if numbers else "", len(completion), False)
 
@@ -202,13 +218,14 @@ def _braced(text: str) -> str | None:
 def value(answer: str) -> Fraction | str:
     """What an answer means: a number if it is one, with or without a unit, or its text without spaces.
 
-    Thousands' commas, dollar and per cent signs, degrees and LaTeX's spaces do not count; `\\frac12`, 1/2 and 0.5 are
-    one number. An expression with a root, π or a variable is a text: it equals only one that is written like it.
+    Thousands' commas, dollar and per cent signs, degrees and LaTeX's spaces and delimiters do not count; `\\frac12`,
+    1/2 and 0.5 are one number. An expression with a root, π or a variable is a text: it equals only one that is
+    written like it.
     """
     for pattern, replacement in SPELLINGS:
         answer = re.sub(pattern, replacement, answer)
     text = answer.strip().lower()
-    text = re.sub(r"^(?:[a-z]\s*|[^a-z\\]*)=\s*", "", text)  # x = 5, 2 + 3 = 5
+    text = re.sub(r"^(?:(?:[a-z]\s*|[^a-z\\]*)=\s*)?\+?\s*", "", text)  # x = 5, 2 + 3 = 5, +5
     if len(text) > 200:  # no number, and slow to read as one
         return text
     if match := re.fullmatch(rf"(-?)\s*(?:(\d+)\s+)?(-?\d+)/([1-9]\d*){UNIT}", text):

@@ -89,9 +89,13 @@ class Gradients(Matched[torch.Tensor]):
             ValueError: the texts are shorter than a sequence.
         """
         assert source is not None
-        text = torch.frombuffer(bytearray("\n\n".join(texts(source).values()).encode()), dtype=torch.uint8)
-        if len(text) < self.length:
-            raise ValueError(f"{source.path} has {len(text):,} bytes of text. Ask for fewer with --length.")
+        content = bytearray("\n\n".join(texts(source).values()).encode())
+        if len(content) < self.length:
+            raise ValueError(
+                f"{source.path} has {len(content):,} bytes of text. "
+                "Name more with --data, or ask for fewer with --length."
+            )
+        text = torch.frombuffer(content, dtype=torch.uint8)
         made = torch.Generator().manual_seed(self.seed)
         starts = torch.randint(len(text) - self.length + 1, (self.steps + 1, self.batch, 1), generator=made)
         batches = text[starts + torch.arange(self.length)]

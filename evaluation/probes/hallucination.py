@@ -168,13 +168,14 @@ class Hallucination(Probe[Document]):
         )
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
-        """Averages, and the judges' κ on each model's responses."""
+        """Averages, and the judges' κ on each model's responses, to the documents of which they saw every model's."""
         rows = super().rows(measured)
+        judged = [{name for name, outcome in outcomes.items() if outcome.detail["verdicts"]} for outcomes in measured]
+        shared = sorted(set.intersection(*judged))
         for row in rows:
             if row["cell"]["judge"] == "all judges":
                 for values, outcomes in zip(row["models"], measured, strict=True):
-                    verdicts = [list(outcome.detail["verdicts"].values()) for outcome in outcomes.values()]
-                    kappa = fleiss_kappa([seen for seen in verdicts if seen])
+                    kappa = fleiss_kappa([list(outcomes[name].detail["verdicts"].values()) for name in shared])
                     values |= {} if kappa is None else {"kappa": {"mean": kappa}}
         return rows
 

@@ -17,7 +17,7 @@ import typer
 from diffllama.evaluation.attention import AttentionCall, watched
 from diffllama.evaluation.data import Source
 from diffllama.evaluation.figures import finish, line, panels
-from diffllama.evaluation.likelihood import continuation_log_probs
+from diffllama.evaluation.likelihood import continuation_log_probs, likeliest
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.multiple_choice import TASKS, Item, dataset_name, read
 from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report
@@ -101,7 +101,7 @@ class LogitBits(Probe[Item]):
 
     def measure(self, subject: Subject, samples: Mapping[str, Item]) -> Iterator[Outcome]:
         """Has the answers of some questions scored with every number of bits, then those of the next ones."""
-        items = list(samples.values())
+        items, dtype = list(samples.values()), str(subject.model.dtype).removeprefix("torch.")
         for start in range(0, len(items), ITEMS_AT_ONCE):
             some = items[start : start + ITEMS_AT_ONCE]
             scores = {bits: log_likelihoods(subject, some, bits, self.batch_tokens) for bits in BITS}
@@ -110,8 +110,9 @@ class LogitBits(Probe[Item]):
                 measurements = []
                 for bits in BITS:
                     sums = np.array(scores[bits][index])
-                    right = {"acc": sums.argmax() == item.gold, "acc_norm": (sums / lengths).argmax() == item.gold}
-                    measurements.append(Measurement({"bits": bits}, {name: float(is_) for name, is_ in right.items()}))
+                    said = {"acc": likeliest(sums, dtype), "acc_norm": likeliest(sums / lengths, dtype)}
+                    right = {name: float(answer == item.gold) for name, answer in said.items()}
+                    measurements.append(Measurement({"bits": bits}, right))
                 detail = {"gold": item.gold, "log_likelihoods": {str(bits): scores[bits][index] for bits in BITS}}
                 yield Outcome(item.id, measurements, detail)
 

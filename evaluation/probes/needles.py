@@ -48,7 +48,7 @@ class Needles(Probe[Task]):
     paper: ClassVar[str] = "section 3.4, table 2 and figure 5"
     dataset: ClassVar[str] = "novels"
 
-    length: Annotated[list[int], typer.Option(help="Tokens of a prompt. May be repeated.")] = field(
+    length: Annotated[list[int], typer.Option(min=1, help="Tokens of a prompt. May be repeated.")] = field(
         default_factory=lambda: [4096]
     )
     depth: Annotated[

@@ -70,6 +70,14 @@ def test_clinc_without_what_is_out_of_scope(tmp_path: Path) -> None:
     assert read_examples("clinc150", Source(tmp_path / "data_full.json", built_in=False)) == expected
 
 
+@pytest.mark.parametrize("task", get_args(TaskName))
+def test_a_byte_order_mark_is_no_text(task: TaskName, tmp_path: Path) -> None:
+    built_in = find(task.removesuffix("-fine"), None)
+    for file in built_in.path.iterdir():
+        (tmp_path / file.name).write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert read_examples(task, Source(tmp_path, built_in=False)) == read_examples(task, built_in)
+
+
 GOOD = "LOC:city Where ?\n"
 
 
@@ -91,9 +99,10 @@ def test_malformed_trec(train: str, test: str, message: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        ("query,intent\na,b\n", "train.csv must have the columns text and category: it has query, intent"),
-        ("text,category\na,b\nc\n", "train.csv, row 2, has no class"),
+        ("query,intent\na,b\n", "train.csv has a row without `text`: it has query, intent"),
+        ("text,category\na,b\nc\n", "train.csv must have rows with as many fields as its first"),
         ("text,category\n,b\n", "train.csv, row 1, has no text"),
+        ("text,category\na,b\nc,\n", "train.csv, row 2, has no class"),
         ('text,category\n"' + 200_000 * "a", "train.csv is not CSV"),
     ],
 )
@@ -147,6 +156,13 @@ def test_a_model_that_prefers_the_impossible_is_forced_to_a_class() -> None:
     logits = {alphabet.encode(letter)[0]: float(ord(letter)) for letter in "abcdefghijklmnopqrstuvwxyz"}
     subject = Subject(name="z", model=RuledModel(lambda _: logits, len(alphabet)).eval(), tokenizer=alphabet)
     assert answered(subject, ["what", "why not"], ["tar", "ale", "tea"]) == ["tea", "tea"]
+
+
+def test_scores_that_are_no_numbers_make_no_class() -> None:
+    tokenizer = byte_tokenizer()
+    model = RuledModel(lambda _: dict.fromkeys(range(257), float("nan")), len(tokenizer)).eval()
+    with pytest.raises(ValueError, match=r"not numbers \(NaN\) in float32\. Try another --dtype"):
+        answered(Subject(name="broken", model=model, tokenizer=tokenizer), ["what"], ["time", "date"])
 
 
 def test_one_class_needs_no_model() -> None:

@@ -55,6 +55,12 @@ def test_prompts_of_ircot(tmp_path: Path) -> None:
             '{"answer": "1", "context": {"title": [], "sentences": []}}',
             "neither a text nor a list of titles and sentences",
         ),
+        ("test.jsonl", '{"answer": "1", "context": "", "question": "?"}', "the document is not a text: ''"),
+        ("test.jsonl", '{"answer": "1", "context": [], "question": "?"}', "the document is not a text: ''"),
+        ("test.jsonl", '{"answer": "1", "context": "One.", "question": 5}', "question or input is not a text: 5"),
+        ("test.jsonl", '{"answer": null, "context": "One.", "question": "?"}', "the reference is not a text: None"),
+        ("test.jsonl", '{"answers": [], "context": "One.", "question": "?"}', r"the reference is not a text: \[\]"),
+        ("test.jsonl", '{"answers": ["1", 2], "context": "One.", "question": "?"}', "the reference is not a text: 2"),
         ("other.jsonl", "{}", "has no qasper.jsonl or test.jsonl or validation.jsonl or dev.json"),
     ],
 )

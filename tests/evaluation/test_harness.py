@@ -139,6 +139,15 @@ def test_accuracy_is_of_the_most_likely_answer() -> None:
     assert accuracy_per_character(doc | {"gold": 1}, results) == {"accuracy": 0.0}
 
 
+def test_scores_that_are_no_numbers_have_no_accuracy() -> None:
+    doc = {"continuations": ["abcd", "e"], "gold": 0}
+    for metric in (accuracy, accuracy_per_character):
+        for results in ([(math.nan, False)] * 2, [(-4.0, True), (math.nan, False)]):
+            with pytest.raises(ValueError, match=r"not numbers \(NaN\).* --model_args dtype="):
+                metric(doc, results)
+        assert metric(doc, [(-4.0, True), (-math.inf, False)]) == {"accuracy": 1.0}
+
+
 def manager(**metadata: Any) -> TaskManager:
     """Of our tasks alone: lm-eval takes seconds to find its own."""
     return TaskManager(include_path=str(TASKS), include_defaults=False, metadata=metadata)
@@ -178,8 +187,30 @@ def test_the_group_of_needles_has_every_pair_of_the_probe(models: Path) -> None:
 def test_needles_need_a_tokenizer_and_room(models: Path) -> None:
     with pytest.raises(ValueError, match="Name a tokenizer with --metadata tokenizer=DIR"):
         needles("1/1")
-    with pytest.raises(ValueError, match="`length`: 20 tokens do not hold"):
+    with pytest.raises(ValueError, match="--metadata length=TOKENS: 20 tokens do not hold"):
         needles("1/1", pretrained=str(models / "llama"), length=20)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        *(
+            ("depth", value, "a number or a list of them, from 0 to 1")
+            for value in (7, -1, [], [0.5, 2], "a", math.nan)
+        ),
+        *(
+            ("length", value, "a whole number or a list of them, from 1")
+            for value in (0, "abc", 7.5, [700, "abc"], True)
+        ),
+        *(("samples_per_cell", value, "a whole number, from 1") for value in (0, "two", [2])),
+        *(("seed", value, "a whole number, from 0") for value in (-1, "a", None)),
+        ("data", 1, "a path, such as ./novels"),
+    ],
+)
+def test_wrong_settings_of_needles_are_refused(name: str, value: Any, says: str, models: Path) -> None:
+    settings = {"pretrained": str(models / "llama"), "length": 700, "samples_per_cell": 1} | {name: value}
+    with pytest.raises(ValueError, match=f"^--metadata {name} must be {says}, got {re.escape(repr(value))}"):
+        needles("1/1", **settings)
 
 
 def test_data_are_those_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +225,8 @@ def test_data_are_those_that_are_named(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("DIFFLLAMA_DATA", str(tmp_path / "a"))
     assert first(pretrained="x", version=1.0) == "Question: a?\nAnswer:"
     assert first(data=str(tmp_path / "b")) == "Question: b?\nAnswer:"
+    with pytest.raises(ValueError, match=r"--metadata data must be a path, such as \./novels, got 1"):
+        first(data=1)
     with pytest.raises(FileNotFoundError, match=rf"{tmp_path} has no piqa\.jsonl.* with --metadata data=PATH"):
         first(data=str(tmp_path))
 

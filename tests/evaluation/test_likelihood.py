@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from ruled import ruled
-from tiny import VARIANTS, tiny_model, tokens
+from ruled import RuledModel, ruled
+from tiny import VARIANTS, tiny_model, tiny_tokenizer, tokens
 from transformers import MambaConfig, MambaForCausalLM
 
 from diffllama.evaluation.likelihood import batches, completions, continuation_log_probs, token_log_probs
@@ -60,6 +60,26 @@ def test_completions_end_before_the_first_stop_string() -> None:
     for stop in (["The", " so", "sun"], [" so", "The"]):
         assert dict(completions(subject, prompts, 40, stop=stop)) == {0: " a and", 1: " d and"}
     assert dict(completions(subject, prompts[:1], 40, stop=["sun"])) == {0: " a and so on. The end."}
+
+
+def test_a_stop_string_is_one_of_the_completion_alone() -> None:
+    subject = ruled(lambda question: "\nb", after="a\n")
+    assert dict(completions(subject, [subject.encode("a\n")], 9, stop=["\n\n"])) == {0: "\nb"}
+
+
+def test_whole_words_end_at_a_stop_string_row_by_row() -> None:
+    # each word is followed by the one after it: 10, 11, … and 15, 16, …, of which the second reaches w17 first
+    tokenizer, calls = tiny_tokenizer(), []
+
+    def next_word(ids: list[int]) -> dict[int, float]:
+        calls.append(ids)
+        return {ids[-1] + 1: 0.0}
+
+    subject = Subject(name="words", model=RuledModel(next_word, 97).eval(), tokenizer=tokenizer)
+    prompts = [[9, 10], [14, 15], [16, 17]]  # what stands in the prompt does not count
+    found = dict(completions(subject, prompts, 40, stop=["w17", "w20 w21"]))
+    assert found == {0: "w11 w12 w13 w14 w15 w16 ", 1: "w16 ", 2: "w18 w19 "}
+    assert max(map(len, calls)) == len(prompts[0]) + 6  # nobody goes on after the last has ended
 
 
 def test_a_checkpoints_own_penalties_do_not_apply() -> None:

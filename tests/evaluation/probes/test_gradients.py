@@ -148,9 +148,10 @@ def test_measured_steps(steps: int, expected: list[int]) -> None:
 
 
 def test_texts_that_are_too_short(tmp_path: Path) -> None:
-    (tmp_path / "1.txt").write_text("a" * 15)
-    with pytest.raises(ValueError, match=r"15 bytes of text.*--length"):
-        measured(tmp_path / "out", tmp_path, length=16)
+    for size in (0, 15):
+        (tmp_path / "1.txt").write_text("a" * size)
+        with pytest.raises(ValueError, match=rf" {size} bytes of text.*--data.*--length"):
+            measured(tmp_path / "out", tmp_path / "1.txt", length=16)
 
 
 def test_there_is_no_such_size() -> None:

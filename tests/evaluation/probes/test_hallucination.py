@@ -109,6 +109,19 @@ def test_judges_that_differ(birds: Path, tmp_path: Path, endpoint: Endpoint) -> 
     assert report.select(judge="strict")[0]["difference"]["accuracy"]["mean"] == pytest.approx(2 / 8)
 
 
+def test_judges_agree_on_documents_that_all_models_respond_to(birds: Path, tmp_path: Path, endpoint: Endpoint) -> None:
+    """One model says nothing of the last two documents, the other says of all what is true of the first."""
+    endpoint.rule = lambda body, count: "Conclusion: True" if body["model"] == "kind" else strict(body, count)
+    other = ruled(lambda text: "\nThere are 10 birds.\n\n", after="\n\nSummary:")
+    settings = {"data": birds, "judge_url": endpoint.url, "judge_model": ["strict", "kind"], "max_tokens": 40}
+    report = measured(tmp_path, summariser(14), other, **settings)
+    assert report.select(judge="all judges")[0]["samples"] == 6
+    for model, (observed, true) in enumerate([(4 / 6, 10 / 12), (1 / 6, 7 / 12)]):
+        chance = true**2 + (1 - true) ** 2
+        expected = {"agreement": observed, "kappa": (observed - chance) / (1 - chance)}
+        assert mean(report, model, judge="all judges") == pytest.approx(expected)
+
+
 def test_a_judge_asked_twice(birds: Path, tmp_path: Path, endpoint: Endpoint) -> None:
     endpoint.rule = lambda body, count: f"Conclusion: {count % 2 == 0 or 'There are 10' in str(body)}"
     judges = ["one", "one"]

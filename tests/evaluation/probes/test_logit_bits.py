@@ -125,6 +125,16 @@ def test_a_model_without_a_preference_chooses_by_length(tmp_path: Path, monkeypa
     }
 
 
+def test_scores_that_are_no_numbers_have_no_accuracy(tmp_path: Path) -> None:
+    def load() -> Subject:
+        subject = tiny_subject("v1")
+        torch.nn.init.constant_(subject.model.lm_head.weight, float("nan"))
+        return Subject(name="broken", model=subject.model.bfloat16(), tokenizer=subject.tokenizer)
+
+    with pytest.raises(ValueError, match=r"not numbers \(NaN\) in bfloat16\. Try another --dtype"):
+        measured(load, tmp_path, items=2)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_model_can_be_probed(kind: str, tmp_path: Path) -> None:
     report = measured(lambda: tiny_subject(kind), tmp_path, items=2)

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from ruled import ruled
 from tiny import VARIANTS, tiny_model
+from typer.testing import CliRunner
 
+from diffllama.cli import app
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.probes.needles import Needles
 from diffllama.evaluation.runs import Candidate, Report, run
@@ -69,6 +71,12 @@ def test_any_model_can_be_probed(variant: str, tmp_path: Path) -> None:
     report = measured(subject, tmp_path, length=[600], depth=[0.5], samples_per_cell=2, needles=["1/1"])
     assert [row["cell"]["depth"] for row in report.rows] == [0.5, "all"]
     assert all(outcome.detail["answer"] is not None for outcome in report.outcomes[0].values())
+
+
+def test_a_prompt_has_tokens() -> None:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["probe", "needles", ".", "--length", "0"])
+    assert result.exit_code == 2
+    assert "Invalid value for '--length': " in result.output
 
 
 @pytest.mark.parametrize("wrong", ["6", "2/3", "0/0", "1/0", "a/b", "99/1"])
