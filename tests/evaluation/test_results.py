@@ -46,7 +46,7 @@ def test_every_result_and_figure_is_told_and_every_number_in_a_table_is_measured
         table = "\n".join(line for line in section.splitlines() if line.startswith("| ") and re.search(r"\d", line))
         means = [numbers["mean"] for row in result["rows"] for model in row["models"] for numbers in model.values()]
         cells = [str(value) for row in result["rows"] for value in row["cell"].values()]
-        for number in re.findall(r"(?<![\w.])(?<!top-)\d[\d,]*\.?\d*", table):
+        for number in re.findall(r"(?<![\w./])(?<!top-)\d[\d,/]*\.?\d*", table):
             plain = number.replace(",", "")
             digits = len(plain.partition(".")[2])
             assert any(f"{mean:.{digits}f}" == plain for mean in means) or plain in cells, (name, number)
