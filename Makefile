@@ -14,6 +14,7 @@ PROMPT ?=
 override PROMPT := $(value PROMPT)# as it was typed: a dollar sign is no variable
 export PROMPT
 export HF_HUB_OFFLINE = 1
+unexport PYTHONDONTWRITEBYTECODE # installed without bytecode, every process would compile what it imports
 
 .PHONY: help demo test test-oldest test-versions test-gpu lint types wheel check-wheel bench figure heal clean
 .DELETE_ON_ERROR:
