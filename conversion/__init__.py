@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import is_offline_mode, snapshot_download
 from transformers import PreTrainedConfig
 
 from diffllama import __version__
@@ -37,6 +36,7 @@ from diffllama.conversion.transformers_models import (
 from diffllama.conversion.unilm import AttentionResult, UnilmResult, UnilmSource
 from diffllama.conversion.verification import Verification, VerificationError, compare, free_memory, promise
 from diffllama.conversion.weight_map import CheckpointError, Step, check_tensors, is_dropped, plan
+from diffllama.files import locate
 from diffllama.hub_cards.cards import CARD, Facts, inherited_metadata, model_card, updated
 from diffllama.hub_cards.code import code_licence
 from diffllama.hub_cards.texts import write_json
@@ -96,7 +96,7 @@ def convert(
     recipe = find_recipe(source, target, variant, pairing)
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}.")
-    src, dest = locate(src, revision), Path(os.path.abspath(dest))
+    src, dest = source_files(src, revision), Path(os.path.abspath(dest))
     check_apart(src, dest)
     check_free(dest, overwrite)
 
@@ -157,31 +157,13 @@ def convert(
     return dest
 
 
-def locate(src: str | os.PathLike[str], revision: str | None) -> Path:
-    """The absolute path of a file or folder, or of a repository's files, downloaded if need be.
-
-    Raises:
-        FileNotFoundError: there is neither.
-        ValueError: a revision of something that is no repository.
-    """
-    path = Path(os.path.abspath(src))
-    name = os.fspath(src)
-    if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        if revision is not None:
-            raise ValueError(f"`revision` goes with a repository of the Hub, and {name} is none, got {revision!r}.")
-        return path
-    download = partial(snapshot_download, name, revision=revision, local_files_only=is_offline_mode())
-    try:
-        weights = NAMES[0].partition(".")[0]
-        names = ["config.json", CARD, f"{weights}*.safetensors", f"{weights}*.index.json", *COMPANIONS]
-        folder = download(allow_patterns=names)
-        if not list(Path(folder).glob("*.safetensors")):
-            folder = download(allow_patterns=[f"{NAMES[1].partition('.')[0]}*"])
-    except Exception as error:  # of the network, the cache, the name: to the user they are one
-        raise FileNotFoundError(
-            f"{path} does not exist, and no repository {name} can be had from the Hub: {type(error).__name__}: {error}"
-        ) from error
-    return Path(folder)
+def source_files(src: str | os.PathLike[str], revision: str | None) -> Path:
+    """The path of a source, whose weights are downloaded in one format if they are in several; raises as `locate`."""
+    safe, pickled = (name.partition(".")[0] for name in NAMES)
+    path = locate(src, revision, ["config.json", CARD, f"{safe}*.safetensors", f"{safe}*.index.json", *COMPANIONS])
+    if path.is_dir() and not list(path.glob("*.safetensors")):
+        path = locate(src, revision, [f"{pickled}*"])
+    return path
 
 
 def origin(src: Path) -> dict[str, str]:

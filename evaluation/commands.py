@@ -16,7 +16,10 @@ from typer.core import TyperGroup
 
 from diffllama.choices import DType
 from diffllama.evaluation.probes import PROBES
+from diffllama.extras import needs
 
+
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; a GPU if there is one.")]
 
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "compare": (
@@ -24,7 +27,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "dtype": (Annotated[DType, typer.Option(help="Of the computation; auto is the checkpoint's.")], "auto"),
-    "device": (Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; a GPU if there is one.")], None),
+    "device": (Device, None),
     "revision": (Annotated[str | None, typer.Option(help="Branch, tag or commit of a repository.")], None),
     "trust_remote_code": (
         Annotated[bool, typer.Option("--trust-remote-code", help="Run code of the model's folder; ours needs none.")],
@@ -77,7 +80,7 @@ def short(names: list[str]) -> list[str]:
 
 def command(name: str) -> Callable[..., None]:
     """The function behind `diffllama probe NAME`, whose signature has the probe's fields."""
-    try:
+    with needs("eval"):
         from transformers.utils import logging
 
         from diffllama.evaluation.models import ModelSource
@@ -85,8 +88,6 @@ def command(name: str) -> Callable[..., None]:
         from diffllama.evaluation.runs import Candidate, run
 
         kind = probe_class(name)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error}. pip install 'diffllama[eval]' (from a clone '.[eval]')") from error
 
     def measure(model: Any = None, **options: Any) -> None:
         logging.disable_progress_bar()
@@ -166,7 +167,7 @@ def command(name: str) -> Callable[..., None]:
     for one in dataclasses.fields(kind):
         default = one.default_factory() if one.default_factory is not dataclasses.MISSING else one.default
         parameters[one.name] = (hints[one.name], default)
-    measure.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    measure.__signature__ = inspect.Signature(  # type: ignore[attr-defined] # functions may have one; typer reads it
         [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
             for name, (kind, default) in parameters.items()

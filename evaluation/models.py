@@ -4,14 +4,15 @@
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from diffllama.choices import DType
+from diffllama.files import locate
 
 
 OWN_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
@@ -99,21 +100,20 @@ class ModelSource:
     revision: str | None = None
     trust_remote_code: bool = False
 
-    @property
+    @cached_property
     def folder(self) -> Path:
         """The folder, or the snapshot of the Hub's repository, downloaded if need be.
 
         Raises:
-            FileNotFoundError: there is no such folder, and the name is not a repository's.
+            FileNotFoundError: there is no such folder with a configuration, and no such repository.
+            ValueError: a revision of a folder.
         """
-        folder = Path(self.name).expanduser()
-        if folder.exists() or self.name.count("/") != 1 or self.name.startswith((".", "/", "~")):
-            if not (folder / "config.json").is_file():
-                raise FileNotFoundError(
-                    f"{self.name or 'An empty name'} is not a folder with a config.json. Name a model's folder."
-                )
-            return folder
-        return Path(snapshot_download(self.name, revision=self.revision, allow_patterns=list(OWN_FILES)))
+        folder = locate(self.name, self.revision, OWN_FILES)
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(
+                f"{self.name or 'An empty name'} is not a folder with a config.json. Name a model's folder."
+            )
+        return folder
 
     @property
     def place(self) -> torch.device:

@@ -11,12 +11,12 @@ import gc
 import io
 import json
 import math
-import os
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -27,6 +27,7 @@ import typer
 from diffllama import __version__
 from diffllama.evaluation.data import Source, find
 from diffllama.evaluation.models import Subject
+from diffllama.files import replace_file
 from diffllama.hub_cards.code import commit
 
 
@@ -41,6 +42,9 @@ Cell = dict[str, Any]
 Row = dict[str, Any]
 """A cell's numbers: `cell`, `samples` (how many), `models` (for each, metric -> `mean` and, of several samples, `low`
 and `high`) and, of two models, `difference` (the second less the first, likewise)."""
+
+BatchTokens = Annotated[int, typer.Option(min=1, help="Tokens computed at once, or one prompt with more.")]
+"""Of probes that compute prompts in batches."""
 
 S = TypeVar("S")
 
@@ -178,6 +182,11 @@ class Report:
         """All but the samples."""
         return self.record | {"rows": self.rows}
 
+    def points(self, metric: str, rows: Iterable[Row] | None = None) -> dict[str, list[Any]]:
+        """A metric of some rows, by default of all, for each model by its name."""
+        chosen = self.rows if rows is None else list(rows)
+        return {name: [row["models"][index][metric] for row in chosen] for index, name in enumerate(self.names)}
+
     def select(self, **cell: Any) -> list[Row]:
         """Rows whose cells say so."""
         return [row for row in self.rows if all(row["cell"].get(name) == value for name, value in cell.items())]
@@ -236,6 +245,35 @@ def average(measured: Sequence[Mapping[str, Outcome]], *, seed: int, intervals: 
     return rows
 
 
+def averages_over(
+    name: str, measured: Sequence[Mapping[str, Outcome]], unit: Callable[[str, Outcome], str]
+) -> list[dict[str, Outcome]]:
+    """Outcomes of units, such as questions, that were measured several times: at every value of a field of their cells.
+
+    Args:
+        name: of the field, which the results' cells lack.
+        measured: for each model, outcomes by sample, each of one measurement.
+        unit: what a sample, by its name and outcome, is a measurement of. It is another unit in another cell.
+    """
+    results: list[dict[str, Outcome]] = []
+    for outcomes in measured:
+        found: dict[str, tuple[Cell, list[dict[str, float]]]] = {}
+        for sample, outcome in outcomes.items():
+            (one,) = outcome.measurements
+            cell = {field: value for field, value in one.cell.items() if field != name}
+            key = f"{json.dumps(cell)} {unit(sample, outcome)}"
+            found.setdefault(key, (cell, []))[1].append(one.values)
+        results.append(
+            {
+                key: Outcome(
+                    key, [Measurement(cell, {metric: fmean(one[metric] for one in values) for metric in values[0]})]
+                )
+                for key, (cell, values) in found.items()
+            }
+        )
+    return results
+
+
 def versions() -> dict[str, str | None]:
     """What computed: this package, its commit, and the libraries under it."""
     return {
@@ -277,9 +315,9 @@ class Kept:
         if self.outcomes and differs:
             raise ValueError(f"{file} has samples of a run that differs in {', '.join(differs)}. {another}")
         if differs:
-            write(file, dumps(header) + "\n")
+            replace_file(file, dumps(header) + "\n")
         elif complete != content:
-            write(file, complete)
+            replace_file(file, complete)
 
     def add(self, outcome: Outcome) -> None:
         """Keeps one more, as it will be read again: a run that broke off reports the same as one that did not."""
@@ -294,14 +332,6 @@ def differences(one: Any, other: Any, name: str = "") -> list[str]:
         fields = sorted(one.keys() | other.keys())
         return [at for field in fields for at in differences(one.get(field), other.get(field), f"{name}.{field}")]
     return [] if one == other else [name.removeprefix(".") or "everything"]
-
-
-def write(file: Path, content: str | bytes) -> None:
-    """Writes a file that appears complete or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_name(f".{file.name}.new")
-    new.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(new, file)
 
 
 Progress = Callable[[str, int, int], None]
@@ -367,11 +397,11 @@ def run(
     names = [candidate.name for candidate in chosen]
     record = what | {"models": facts, "versions": versions()}
     report = Report(probe, names, probe.rows(outcomes), outcomes, record)
-    write(output / "results.json", dumps(report.json(), indent=1) + "\n")
+    replace_file(output / "results.json", dumps(report.json(), indent=1) + "\n")
     figure, image = Figure(), io.BytesIO()
     probe.draw(report, figure)
     figure.savefig(image, dpi=110, format="png")
-    write(output / "figure.png", image.getvalue())
+    replace_file(output / "figure.png", image.getvalue())
     return report
 
 

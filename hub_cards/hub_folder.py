@@ -3,7 +3,6 @@
 """Complete Hub folders, made of any model of ours, and their cards."""
 
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from diffllama.conversion.checkpoints import Checkpoint, Progress, fingerprint, 
 from diffllama.conversion.output_folder import check_apart, check_free, new_folder
 from diffllama.conversion.transformers_models import TransformersSource, expected_tensors, has_chat_template
 from diffllama.conversion.weight_map import Step, check_tensors, lines
+from diffllama.files import replace_file
 from diffllama.hub_cards.cards import CARD, TASKS, Facts, read_card, settled_card, updated_card, written_by_hand
 from diffllama.hub_cards.checks import HIDDEN_CODE, Finding, FolderError, architecture_of, check
 from diffllama.hub_cards.code import code_licence, write_code
@@ -198,16 +198,3 @@ def write_card(
         replace_file(folder / "evaluation.json", as_json({"results": facts.evaluation}))
     replace_file(card, text)
     return edited
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes a file that is complete or as it was."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", newline="\n", delete=False) as file:
-        try:
-            file.write(text)
-            file.close()
-            os.chmod(file.name, path.stat().st_mode if path.exists() else 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise

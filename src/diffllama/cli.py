@@ -19,6 +19,7 @@ from rich.text import Text
 from diffllama import __version__
 from diffllama.choices import TARGETS, DType, Pairing, Source, Variant
 from diffllama.evaluation.commands import ProbeGroup
+from diffllama.extras import needs
 
 
 if TYPE_CHECKING:
@@ -283,12 +284,10 @@ def pretrain(
 
     Repeated, a training that broke off goes on. On several GPUs: accelerate launch -m diffllama pretrain CONFIG.yaml
     """
-    try:
+    with needs("train"):
         from accelerate import PartialState
 
         from diffllama.training.pretraining import pretrain as run  # takes seconds to import
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error}. pip install 'diffllama[train]' (from a clone '.[train]')") from error
 
     folder = run(config, of_baseline=of_baseline)
     processes = PartialState()
@@ -304,10 +303,8 @@ def evaluate(ctx: typer.Context) -> None:
 
     All arguments are lm-eval's.
     """
-    try:
+    with needs("eval"):
         from diffllama.evaluation.harness import run  # takes seconds to import
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error}. pip install 'diffllama[eval]' (from a clone '.[eval]')") from error
 
     run(ctx.args)
 

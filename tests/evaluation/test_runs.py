@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,19 @@ import diffllama
 from diffllama.evaluation import runs
 from diffllama.evaluation.data import Source
 from diffllama.evaluation.models import Subject, digest
-from diffllama.evaluation.runs import Candidate, Kept, Measurement, Outcome, Probe, Report, average, resampled, run
+from diffllama.evaluation.runs import (
+    Candidate,
+    Kept,
+    Measurement,
+    Outcome,
+    Probe,
+    Report,
+    Row,
+    average,
+    averages_over,
+    resampled,
+    run,
+)
 
 
 def outcomes(*values: float, weights: Sequence[float] = (), **cell: Any) -> dict[str, Outcome]:
@@ -371,20 +382,27 @@ class TestKept:
         assert measured["α"] == Outcome("α", [Measurement({"at": [1, 2]}, {"x": 1 / 3}, 0.1)], {"text": "日本\r\n"})
 
 
-def test_a_file_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced = []
+def test_averages_over_a_field_are_of_each_unit_by_itself() -> None:
+    cells = [{"length": length, "depth": depth} for length in (1, 2) for depth in (0.0, 0.5)]
+    outcomes = {
+        f"{number} {text}": Outcome(f"{number} {text}", [Measurement(cell, {"x": number + 10.0 * (text == "b")})])
+        for number, cell in enumerate(cells)
+        for text in "ab"
+    }
+    (found,) = averages_over("depth", [outcomes], lambda name, outcome: name.split()[1])
+    assert [(one.measurements[0].cell, one.measurements[0].values) for one in found.values()] == [
+        ({"length": 1}, {"x": 0.5}),
+        ({"length": 1}, {"x": 10.5}),
+        ({"length": 2}, {"x": 2.5}),
+        ({"length": 2}, {"x": 12.5}),
+    ]
 
-    def replace(new: Path, file: Path, replace: Any = os.replace) -> None:
-        assert (new.read_text(), file.read_text()) == ("ä2", "1")
-        replaced.append(file)
-        replace(new, file)
 
-    file = tmp_path / "folder" / "file"
-    runs.write(file, b"1")
-    monkeypatch.setattr(os, "replace", replace)
-    runs.write(file, "ä2")
-    assert replaced == [file]
-    assert files(tmp_path / "folder") == {"file": "ä2".encode()}
+def test_points_are_a_metric_of_rows_by_model() -> None:
+    rows: list[Row] = [{"cell": {"at": at}, "models": [{"x": {"mean": at}}, {"x": {"mean": -at}}]} for at in (1, 2)]
+    report = Report(Squares(), ["a", "b"], rows, [], {})
+    assert report.points("x") == {"a": [{"mean": 1}, {"mean": 2}], "b": [{"mean": -1}, {"mean": -2}]}
+    assert report.points("x", rows[1:]) == {"a": [{"mean": 2}], "b": [{"mean": -2}]}
 
 
 def test_rows_are_selected_by_their_cells() -> None:

@@ -1,0 +1,22 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What not everybody installs: the package's extras."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Imports of packages that come with an extra.
+
+    Args:
+        extra: its name in `pip install 'diffllama[NAME]'`.
+
+    Raises:
+        ModuleNotFoundError: one is missing; says how to install it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error}. pip install 'diffllama[{extra}]' (from a clone '.[{extra}]')") from error

@@ -1,0 +1,53 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Files and folders, here and on the Hub."""
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from huggingface_hub import is_offline_mode, snapshot_download
+
+
+def locate(src: str | os.PathLike[str], revision: str | None, patterns: Iterable[str]) -> Path:
+    """The absolute path of a file or folder, which need not exist, or of a repository's files, downloaded if need be.
+
+    Args:
+        src: path, or repository `owner/name` of the Hub; what exists is a path.
+        revision: branch, tag or commit of the repository.
+        patterns: which of its files are wanted.
+
+    Raises:
+        FileNotFoundError: there is neither.
+        ValueError: a revision of something that is no repository.
+    """
+    name, path = os.fspath(src), Path(os.path.abspath(src))
+    if path.exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        if revision is not None:
+            raise ValueError(f"`revision` goes with a repository of the Hub, and {name} is none, got {revision!r}.")
+        return path
+    try:
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=list(patterns), local_files_only=is_offline_mode()
+            )
+        )
+    except Exception as error:  # of the network, the cache, the name: to the user they are one
+        raise FileNotFoundError(
+            f"{path} does not exist, and no repository {name} can be had from the Hub: {type(error).__name__}: {error}"
+        ) from error
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Writes a file that is complete or as it was, and keeps its mode. A new one's folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        new.write_bytes(content.encode() if isinstance(content, str) else content)
+        if path.exists():
+            new.chmod(path.stat().st_mode)
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
