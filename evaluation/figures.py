@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How figures look: colours that colour-blind readers tell apart, one style for lines, heat maps and their labels."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,9 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
+Point = dict[str, float]
+"""`mean` and, where there is an interval, `low` and `high`."""
+
 
 def panels(figure: Figure, count: int, width: float = 5.2, height: float = 3.8, rows: int = 1) -> list[Axes]:
     """So many axes in a figure, in `rows` rows, which gets the size that they need, in inches."""
@@ -24,33 +27,34 @@ def panels(figure: Figure, count: int, width: float = 5.2, height: float = 3.8, 
     return [figure.add_subplot(rows, columns, number + 1) for number in range(count)]
 
 
-def line(axes: Axes, x: Sequence[float], points: Sequence[dict[str, float]], index: int, label: str) -> None:
-    """Means over x with their intervals as a band; `points` have `mean`, and `low` and `high` where there are some.
+def lines(axes: Axes, x: Sequence[float], curves: Mapping[str, Sequence[Point]]) -> None:
+    """Means over x, a labelled line for each of `curves`, with their intervals as a band where all points have one.
 
     The first line is the widest, so that it is seen under one with the same means.
     """
-    colour, size = COLOURS[index % 7], 1 / (index + 1)
-    means = [point["mean"] for point in points]
-    axes.plot(
-        x, means, color=colour, marker=MARKERS[index % 7], linewidth=4 * size, markersize=9 * size**0.5, label=label
-    )
-    if all("low" in point for point in points):
-        low, high = ([point[side] for point in points] for side in ("low", "high"))
-        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+    for index, (label, points) in enumerate(curves.items()):
+        size = 1 / (index + 1)
+        style = {"linewidth": 4 * size, "markersize": 9 * size**0.5, "marker": MARKERS[index % 7]}
+        axes.plot(x, [point["mean"] for point in points], color=COLOURS[index % 7], label=label, **style)
+        if all("low" in point for point in points):
+            low, high = ([point[side] for point in points] for side in ("low", "high"))
+            axes.fill_between(x, low, high, color=COLOURS[index % 7], alpha=0.15, linewidth=0)
 
 
-def bars(axes: Axes, points: Sequence[dict[str, float]], index: int, count: int, label: str) -> None:
-    """Means as one model's bars, beside those of `count` in all, at places 0, 1, …; an empty point leaves a gap.
+def bars(axes: Axes, groups: Mapping[str, Sequence[Point]]) -> None:
+    """Means as bars at places 0, 1, …, those of the labelled `groups` side by side; an empty point leaves a gap.
 
     Intervals are thin lines where there are some.
     """
-    width = 0.8 / count
-    x = [place + (index - (count - 1) / 2) * width for place in range(len(points))]
+    width = 0.8 / len(groups)
     axes.set_axisbelow(True)
-    axes.bar(x, [point.get("mean", np.nan) for point in points], width, color=COLOURS[index % 7], label=label)
-    for at, point in zip(x, points, strict=True):
-        if "low" in point:
-            axes.plot([at, at], [point["low"], point["high"]], color="black", linewidth=1)
+    for index, (label, points) in enumerate(groups.items()):
+        x = [place + (index - (len(groups) - 1) / 2) * width for place in range(len(points))]
+        heights = [point.get("mean", np.nan) for point in points]
+        axes.bar(x, heights, width, color=COLOURS[index % 7], label=label)
+        for at, point in zip(x, points, strict=True):
+            if "low" in point:
+                axes.plot([at, at], [point["low"], point["high"]], color="black", linewidth=1)
 
 
 def finish(axes: Axes, xlabel: str, ylabel: str, title: str = "") -> None:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from diffllama import DiffLlamaConfig
 from diffllama.choices import Variant
 from diffllama.configuration import baseline, preset, preset_names
+from diffllama.evaluation.commands import Device
 from diffllama.evaluation.models import device
 from diffllama.evaluation.runs import Candidate, Probe, S
 
@@ -46,7 +47,7 @@ class Matched(Probe[S]):
 
     size: Annotated[str | None, typer.Option(help=f"{', '.join(preset_names())}; a small model by default.")] = None
     variant: Annotated[Variant, typer.Option(help="Of the differential model.")] = "v1"
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; a GPU if there is one.")] = None
+    device: Device = None
 
     @property
     def place(self) -> torch.device:

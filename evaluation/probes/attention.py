@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from diffllama.evaluation.attention import AttentionCall, watched
 from diffllama.evaluation.data import Source, texts
-from diffllama.evaluation.figures import finish, heat_map, line, panels
-from diffllama.evaluation.haystack import Haystack
+from diffllama.evaluation.figures import finish, heat_map, lines, panels
+from diffllama.evaluation.haystack import DEPTHS, Depths, Haystack
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report
 
@@ -105,9 +105,7 @@ class AttentionToAnswer(Probe[Passage]):
     dataset: ClassVar[str] = "novels"
 
     length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 4096
-    depth: Annotated[
-        list[float], typer.Option(min=0, max=1, help="Where the answer stands, from 0 to 1. May be repeated.")
-    ] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    depth: Depths = field(default_factory=DEPTHS.copy)
     samples_per_cell: Annotated[int, typer.Option("--samples", min=1, help="Prompts of each depth.")] = 10
 
     def samples(self, source: Source | None, subject: Subject) -> Mapping[str, Passage]:
@@ -174,9 +172,7 @@ class AttentionToAnswer(Probe[Passage]):
         rows = sorted(report.select(shares="signed"), key=lambda row: row["cell"]["depth"])
         answer, noise, *maps = panels(figure, 2 + len(report.names), rows=2)
         for axes, part in ((answer, "answer"), (noise, "noise")):
-            for index, name in enumerate(report.names):
-                depths = [100 * row["cell"]["depth"] for row in rows]
-                line(axes, depths, [row["models"][index][part] for row in rows], index, name)
+            lines(axes, [100 * row["cell"]["depth"] for row in rows], report.points(part, rows))
             axes.axhline(0, color="black", linewidth=0.8)
             finish(axes, "depth of the answer (% of the text)", f"signed share of attention: {part}")
         depth = min(self.depth, key=lambda depth: abs(depth - 0.5))

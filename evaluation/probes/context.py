@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from diffllama.evaluation.data import Source
-from diffllama.evaluation.figures import finish, line, panels
+from diffllama.evaluation.figures import finish, lines, panels
 from diffllama.evaluation.likelihood import token_log_probs
 from diffllama.evaluation.long_texts import LongTexts
 from diffllama.evaluation.models import Subject
@@ -46,8 +46,7 @@ class Context(LongTexts[list[int]]):
         """One line a model, over positions on a logarithmic axis."""
         (axes,) = panels(figure, 1)
         positions = [row["cell"]["position"] for row in report.rows]
-        for index, name in enumerate(report.names):
-            line(axes, positions, [row["models"][index]["nll"] for row in report.rows], index, name)
+        lines(axes, positions, report.points("nll"))
         axes.set_xscale("log", base=2)
         axes.set_xticks(positions, [f"{position:,}" for position in positions], rotation=45)
         finish(axes, "position (tokens)", "cumulative average NLL (nats per token)")

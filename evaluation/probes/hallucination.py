@@ -15,7 +15,7 @@ from diffllama.evaluation.grounded import SUMMARIES, Document, Task, read
 from diffllama.evaluation.judge import Judge, agreement, fleiss_kappa, verdict
 from diffllama.evaluation.likelihood import completions
 from diffllama.evaluation.models import Subject
-from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report, Row
+from diffllama.evaluation.runs import BatchTokens, Measurement, Outcome, Probe, Report, Row
 
 
 JUDGEMENT = """\
@@ -75,7 +75,7 @@ class Hallucination(Probe[Document]):
         default_factory=lambda: ["gpt-4o"]
     )
     judge_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a judge's reply may take.")] = 120.0
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of prompts computed at once.")] = 8192
+    batch_tokens: BatchTokens = 8192
 
     def __post_init__(self) -> None:
         if not (self.judge_url and self.judges):
@@ -183,9 +183,7 @@ class Hallucination(Probe[Document]):
         """Accuracy in the eyes of each judge, a bar for each model."""
         (axes,) = panels(figure, 1)
         judges = list(self.judges)
-        for index, name in enumerate(report.names):
-            points = [report.select(judge=judge)[0]["models"][index]["accuracy"] for judge in judges]
-            bars(axes, points, index, len(report.names), name)
+        bars(axes, report.points("accuracy", [report.select(judge=judge)[0] for judge in judges]))
         axes.set_ylim(0, 1.3)  # room for the legend
         axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
         axes.set_xticks(range(len(judges)), judges)

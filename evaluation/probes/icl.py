@@ -12,7 +12,7 @@ import typer
 
 from diffllama.evaluation.classification import TASKS, Example, Prompt, TaskName, classify, option_ids, read_examples
 from diffllama.evaluation.data import Source
-from diffllama.evaluation.figures import finish, line, panels
+from diffllama.evaluation.figures import finish, lines, panels
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.runs import Cell, Measurement, Outcome, Probe, Report
 
@@ -135,8 +135,7 @@ class ManyShot(InContext):
         """One line a model, over demonstrations on a logarithmic axis."""
         (axes,) = panels(figure, 1)
         shots = [row["cell"]["shots"] for row in report.rows]
-        for index, name in enumerate(report.names):
-            line(axes, shots, [row["models"][index]["accuracy"] for row in report.rows], index, name)
+        lines(axes, shots, report.points("accuracy"))
         axes.set_xscale("log", base=2)
         powers = [count for count in shots if count.bit_count() == 1]
         axes.set_xticks(powers, [f"{count:,}" for count in powers])

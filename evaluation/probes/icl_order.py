@@ -16,7 +16,7 @@ import typer
 from diffllama.evaluation.classification import Example
 from diffllama.evaluation.figures import COLOURS, MARKERS, finish, panels
 from diffllama.evaluation.probes.icl import InContext
-from diffllama.evaluation.runs import RESAMPLES, Cell, Outcome, Report, Row, interval, resampled
+from diffllama.evaluation.runs import RESAMPLES, Cell, Outcome, Report, Row, averages_over
 
 
 def shuffled(examples: Sequence[Example], draw: random.Random) -> list[Example]:
@@ -44,10 +44,15 @@ def alternate(examples: Sequence[Example], draw: random.Random) -> list[Example]
     return [one for _, one in sorted(places, key=itemgetter(0))]
 
 
+def arrangement(outcome: Outcome) -> Cell:
+    """The cell of an answer, whatever the order."""
+    return {name: value for name, value in outcome.measurements[0].cell.items() if name != "order"}
+
+
 def spread(accuracies: np.ndarray) -> dict[str, np.ndarray]:
-    """Of accuracies [..., orders]: their mean, the best, the worst, and how far these lie apart, each [...]."""
+    """Of accuracies [..., orders]: the best, the worst, and how far these lie apart, each [...]."""
     best, worst = accuracies.max(-1), accuracies.min(-1)
-    return {"accuracy": accuracies.mean(-1), "best": best, "worst": worst, "margin": best - worst}
+    return {"best": best, "worst": worst, "margin": best - worst}
 
 
 def by_chance(correct: np.ndarray, seed: int) -> float:
@@ -84,10 +89,10 @@ class ShotOrder(InContext):
 
     def arrange(self, demonstrations: list[Example]) -> Iterator[tuple[Cell, Sequence[Example]]]:
         """Permutations of both arrangements."""
-        for arrangement, permute in (("random", shuffled), ("alternating", alternate)):
+        for name, permute in (("random", shuffled), ("alternating", alternate)):
             for order in range(self.orders):
-                draw = random.Random(f"{self.seed}:{arrangement}:{order}")
-                cell = {"task": self.task, "arrangement": arrangement, "shots": len(demonstrations), "order": order}
+                draw = random.Random(f"{self.seed}:{name}:{order}")
+                cell = {"task": self.task, "arrangement": name, "shots": len(demonstrations), "order": order}
                 yield cell, permute(demonstrations, draw)
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
@@ -96,36 +101,22 @@ class ShotOrder(InContext):
         Raises:
             ValueError: two models have different numbers of demonstrations.
         """
-        cells: dict[str, list[list[float]]] = {}  # by model, all questions of one order after those of another
-        for index, outcomes in enumerate(measured):
-            for outcome in outcomes.values():
-                (measurement,) = outcome.measurements
-                key = json.dumps({name: value for name, value in measurement.cell.items() if name != "order"})
-                cells.setdefault(key, [[] for _ in measured])[index].append(measurement.values["accuracy"])
-        rows = []
-        for key, by_model in cells.items():
-            if not all(by_model):
-                raise ValueError("The models' tokenizers fit different numbers of demonstrations: measure them apart.")
-            correct = [np.reshape(values, (self.orders, -1)) for values in by_model]
-            questions = correct[0].shape[1]
-            # the same resamples and shuffles for every model
-            picks = np.random.default_rng(self.seed).integers(questions, size=(RESAMPLES, questions))
-            found = [spread(values.mean(1)) | {"chance": by_chance(values, self.seed)} for values in correct]
-            drawn = [resampled(values.mean(0), np.ones(questions), picks) for values in correct]
-            row: Row = {
-                "cell": json.loads(key),
-                "samples": questions,
-                "models": [{metric: {"mean": float(mean)} for metric, mean in one.items()} for one in found],
-                "orders": [values.mean(1).tolist() for values in correct],
-            }
-            for numbers, some in zip(row["models"], drawn, strict=True):
-                numbers["accuracy"] |= interval(some)
-            if len(measured) == 2:
-                row["difference"] = {
-                    metric: {"mean": float(found[1][metric] - found[0][metric])} for metric in found[0]
-                }
-                row["difference"]["accuracy"] |= interval(drawn[1] - drawn[0])
-            rows.append(row)
+        rows = super().rows(averages_over("order", measured, lambda name, _: name.rpartition(", question ")[2]))
+        if any(len(rows) < len({json.dumps(arrangement(one)) for one in outcomes.values()}) for outcomes in measured):
+            raise ValueError("The models' tokenizers fit different numbers of demonstrations: measure them apart.")
+        for row in rows:
+            answers = [
+                [one.measurements[0].values["accuracy"] for one in outcomes.values() if arrangement(one) == row["cell"]]
+                for outcomes in measured
+            ]
+            correct = [np.reshape(one, (self.orders, -1)) for one in answers]  # questions in the same order every time
+            found = [spread(one.mean(1)) | {"chance": by_chance(one, self.seed)} for one in correct]
+            row["orders"] = [one.mean(1).tolist() for one in correct]
+            for metric in ("best", "worst", "margin", "chance"):
+                for index, one in enumerate(found):
+                    row["models"][index][metric] = {"mean": float(one[metric])}
+                if len(found) == 2:
+                    row["difference"][metric] = {"mean": float(found[1][metric] - found[0][metric])}
         return rows
 
     def draw(self, report: Report, figure: Any) -> None:

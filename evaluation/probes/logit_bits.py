@@ -16,11 +16,11 @@ import typer
 
 from diffllama.evaluation.attention import AttentionCall, watched
 from diffllama.evaluation.data import Source
-from diffllama.evaluation.figures import finish, line, panels
+from diffllama.evaluation.figures import finish, lines, panels
 from diffllama.evaluation.likelihood import continuation_log_probs, likeliest
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.multiple_choice import TASKS, Item, dataset_name, read
-from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report
+from diffllama.evaluation.runs import BatchTokens, Measurement, Outcome, Probe, Report
 from diffllama.modeling_diff.differential_attention import at_least_float32
 
 
@@ -85,7 +85,7 @@ class LogitBits(Probe[Item]):
 
     task: Annotated[str, typer.Option(help=f"One of {', '.join(TASKS)}.")] = "hellaswag"
     items: Annotated[int, typer.Option(min=1, help="How many questions, drawn at random.")] = 500
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens computed at once.")] = 4096
+    batch_tokens: BatchTokens = 4096
 
     @property
     def dataset(self) -> str:
@@ -121,9 +121,7 @@ class LogitBits(Probe[Item]):
         guessed = [1 / len(one.detail["log_likelihoods"]["16"]) for one in report.outcomes[0].values()]
         titles = {"acc": "sums of log-probabilities", "acc_norm": "sums divided by characters"}
         for axes, (metric, title) in zip(panels(figure, len(titles)), titles.items(), strict=True):
-            for index, name in enumerate(report.names):
-                points = [row["models"][index][metric] for row in report.rows]
-                line(axes, range(len(points)), points, index, name)
+            lines(axes, range(len(BITS)), report.points(metric))
             axes.axhline(fmean(guessed), color="grey", linestyle="--", label="guessing")
             axes.set_xticks(range(len(BITS)), [str(row["cell"]["bits"]) for row in report.rows])
             axes.set_ylim(0, 1)

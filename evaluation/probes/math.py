@@ -13,7 +13,7 @@ from diffllama.evaluation.data import Source
 from diffllama.evaluation.figures import bars, finish, panels
 from diffllama.evaluation.likelihood import completions
 from diffllama.evaluation.models import Subject
-from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report
+from diffllama.evaluation.runs import BatchTokens, Measurement, Outcome, Probe, Report
 from diffllama.evaluation.word_problems import (
     FOLDERS,
     INSTRUCTION,
@@ -58,7 +58,7 @@ class Math(Probe[Problem]):
     shots: Annotated[int, typer.Option(min=0, max=4, help="Worked examples before each problem, without --chat.")] = 4
     chat: Annotated[bool, typer.Option("--chat", help="Ask in the model's chat template, without examples.")] = False
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens at which a completion is cut off.")] = 512
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of prompts computed at once.")] = 8192
+    batch_tokens: BatchTokens = 8192
 
     @property
     def dataset(self) -> str:
@@ -105,14 +105,13 @@ class Math(Probe[Problem]):
         share, length = panels(figure, 2)
         rows = {row["cell"]["problems"]: row for row in report.rows}
         shares, kinds = ("accuracy", "stated"), [kind for kind in ("all", "solved", "missed") if kind in rows]
-        for index, name in enumerate(report.names):
-            everything = rows["all"]["models"][index]
-            bars(share, [everything[metric] for metric in shares], index, len(report.names), name)
-            lengths = [rows[kind]["models"][index]["tokens"] for kind in kinds]
-            bars(length, lengths, index, len(report.names), "")
+        everything = zip(report.names, rows["all"]["models"], strict=True)
+        bars(share, {name: [values[metric] for metric in shares] for name, values in everything})
+        bars(length, report.points("tokens", [rows[kind] for kind in kinds]))
         share.set_ylim(0, 1.3)  # room for the legend
         share.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
         share.set_xticks(range(2), ["solved", "with a stated answer"])
         length.set_xticks(range(len(kinds)), [f"{kind}\n({rows[kind]['samples']:,})" for kind in kinds])
         finish(share, "", "share of problems", self.task)
-        finish(length, "problems" if len(report.names) == 1 else "problems (both models)", "tokens of reasoning")
+        length.margins(y=0.25)  # likewise
+        finish(length, "problems", "tokens of reasoning")

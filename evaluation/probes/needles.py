@@ -2,11 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Retrieval of magic numbers of cities from long texts."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import fmean
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -14,10 +12,10 @@ import typer
 
 from diffllama.evaluation.data import Source, texts
 from diffllama.evaluation.figures import finish, heat_map, panels
-from diffllama.evaluation.haystack import CITIES, Haystack, Prompt
+from diffllama.evaluation.haystack import CITIES, DEPTHS, Depths, Haystack, Prompt
 from diffllama.evaluation.likelihood import completions
 from diffllama.evaluation.models import Subject
-from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report, Row
+from diffllama.evaluation.runs import BatchTokens, Measurement, Outcome, Probe, Report, Row, averages_over
 
 
 @dataclass(frozen=True)
@@ -51,14 +49,12 @@ class Needles(Probe[Task]):
     length: Annotated[list[int], typer.Option(min=1, help="Tokens of a prompt. May be repeated.")] = field(
         default_factory=lambda: [4096]
     )
-    depth: Annotated[
-        list[float], typer.Option(min=0, max=1, help="Where the answer stands, from 0 to 1. May be repeated.")
-    ] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    depth: Depths = field(default_factory=DEPTHS.copy)
     needles: Annotated[
         list[str], typer.Option(metavar="N/R", help="Needles, and how many are asked for. May be repeated.")
     ] = field(default_factory=lambda: ["1/1", "2/2", "4/2", "6/2"])
     samples_per_cell: Annotated[int, typer.Option("--samples", min=1, help="Prompts of each cell.")] = 50
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of prompts computed at once.")] = 8192
+    batch_tokens: BatchTokens = 8192
 
     def pairs(self) -> dict[str, tuple[int, int]]:
         """N and R of each entry of `needles`.
@@ -113,22 +109,11 @@ class Needles(Probe[Task]):
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
         """Averages of the cells, then over depths, where a sample is one text at all of them."""
-        texts: list[dict[str, Outcome]] = []
-        for outcomes in measured:
-            depths: dict[str, list[Measurement]] = {}
-            for outcome in outcomes.values():
-                (one,) = outcome.measurements
-                cell = one.cell | {"depth": "all"}
-                depths.setdefault(f"{json.dumps(cell)} {outcome.detail['numbers']}", []).append(replace(one, cell=cell))
-            texts.append(
-                {
-                    name: Outcome(
-                        name, [replace(some[0], values={"accuracy": fmean(one.values["accuracy"] for one in some)})]
-                    )
-                    for name, some in depths.items()
-                }
-            )
-        return super().rows(measured) + super().rows(texts)
+        texts = averages_over("depth", measured, lambda name, outcome: str(outcome.detail["numbers"]))
+        everywhere = super().rows(texts)
+        for row in everywhere:
+            row["cell"]["depth"] = "all"
+        return super().rows(measured) + everywhere
 
     def draw(self, report: Report, figure: Any) -> None:
         """Depth × length heat maps, a row for each N/R and a column for each model."""

@@ -123,7 +123,6 @@ class Recall(LongTexts[Text]):
     def draw(self, report: Report, figure: Any) -> None:
         """Bars of the models for each slice."""
         (axes,) = panels(figure, 1)
-        for index, name in enumerate(report.names):
-            bars(axes, [row["models"][index]["nll"] for row in report.rows], index, len(report.names), name)
+        bars(axes, report.points("nll"))
         axes.set_xticks(range(len(report.rows)), [row["cell"]["slice"] for row in report.rows])
         finish(axes, f"slice of the tokens ({self.n}-grams)", "NLL (nats per token)")

@@ -122,9 +122,9 @@ class Throughput(Matched[int]):
         """A panel for each pass, with both models' bars at each length and the ratio between them."""
         for axes, name in zip(panels(figure, len(PASSES)), PASSES, strict=True):
             rows = report.select(**{"pass": name})
-            for index, model in enumerate(("transformer", "diff")):
-                label = ("Transformer", f"DIFF {self.variant.upper()}")[index]
-                bars(axes, [row["models"][0][f"{model}_tokens_per_second"] for row in rows], index, 2, label)
+            labelled = {"transformer": "Transformer", "diff": f"DIFF {self.variant.upper()}"}
+            speeds = {model: [row["models"][0][f"{model}_tokens_per_second"] for row in rows] for model in labelled}
+            bars(axes, {labelled[model]: points for model, points in speeds.items()})
             labels = [f"{row['cell']['length']:,}\n{row['models'][0]['ratio']['mean']:.2f}×" for row in rows]
             axes.set_xticks(range(len(rows)), labels)
             axes.margins(y=0.25)  # room for the legend

@@ -5,7 +5,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from diffllama.evaluation.figures import COLOURS, MARKERS, bars, finish, heat_map, line, panels
+from diffllama.evaluation.figures import COLOURS, MARKERS, bars, finish, heat_map, lines, panels
 
 
 @pytest.mark.parametrize(("count", "rows", "size"), [(1, 1, (5.2, 3.8)), (3, 1, (15.6, 3.8)), (5, 2, (15.6, 7.6))])
@@ -16,22 +16,24 @@ def test_a_figure_is_as_large_as_its_panels(count: int, rows: int, size: tuple[f
     assert tuple(figure.get_size_inches()) == pytest.approx(size)
 
 
-def test_a_line_has_its_intervals_as_a_band() -> None:
+def test_lines_have_their_intervals_as_bands() -> None:
     (axes,) = panels(Figure(), 1)
-    line(axes, [1, 2], [{"mean": 3, "low": 2, "high": 5}, {"mean": 4, "low": 4, "high": 4}], 1, "diff")
-    line(axes, [1, 2], [{"mean": 1}, {"mean": 2, "low": 0, "high": 3}], 8, "other")
-    first, second = axes.lines
+    curves = {str(number): [{"mean": 0}, {"mean": number}] for number in range(9)}
+    curves["1"] = [{"mean": 3, "low": 2, "high": 5}, {"mean": 4, "low": 4, "high": 4}]
+    curves["8"] = [{"mean": 1}, {"mean": 2, "low": 0, "high": 3}]
+    lines(axes, [1, 2], curves)
+    first, last = axes.lines[1], axes.lines[8]
     assert (first.get_xdata().tolist(), first.get_ydata().tolist()) == ([1, 2], [3, 4])
-    assert (first.get_color(), first.get_marker(), first.get_label()) == (COLOURS[1], MARKERS[1], "diff")
-    assert (second.get_color(), second.get_marker()) == (COLOURS[1], MARKERS[1])  # the eighth begins again
+    assert (first.get_color(), first.get_marker(), first.get_label()) == (COLOURS[1], MARKERS[1], "1")
+    assert (last.get_color(), last.get_marker(), last.get_ydata().tolist()) == (COLOURS[1], MARKERS[1], [1, 2])
+    assert [line.get_linewidth() for line in axes.lines] == sorted((4 / n for n in range(1, 10)), reverse=True)
     (band,) = axes.collections  # none where a point has no interval
     assert (band.get_datalim(axes.transData).ymin, band.get_datalim(axes.transData).ymax) == (2, 5)
 
 
 def test_bars_stand_side_by_side_with_their_intervals() -> None:
     (axes,) = panels(Figure(), 1)
-    bars(axes, [{"mean": 1, "low": 0.5, "high": 2}, {}], 0, 2, "one")
-    bars(axes, [{"mean": 3}, {"mean": 4}], 1, 2, "two")
+    bars(axes, {"one": [{"mean": 1, "low": 0.5, "high": 2}, {}], "two": [{"mean": 3}, {"mean": 4}]})
     one, two = axes.containers
     assert [bar.get_x() + bar.get_width() / 2 for bar in one] == pytest.approx([-0.2, 0.8])
     assert [bar.get_x() + bar.get_width() / 2 for bar in two] == pytest.approx([0.2, 1.2])

@@ -64,7 +64,6 @@ def test_a_larger_class_takes_more_turns() -> None:
 def test_spread() -> None:
     found = spread(np.array([[0.25, 0.75, 0.5], [1.0, 1.0, 1.0]]))
     assert {metric: values.tolist() for metric, values in found.items()} == {
-        "accuracy": [0.5, 1.0],
         "best": [0.75, 1.0],
         "worst": [0.25, 1.0],
         "margin": [0.5, 0.0],
