@@ -69,6 +69,7 @@ def test_what_accelerate_launches_fits_the_processes_of_its_file() -> None:
         assert config.max_position_embeddings >= settings["sequence_length"]
 
 
+@pytest.mark.slow
 def test_the_command_line_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tmp_path / "path/to/llama", transformers.LlamaConfig(**SIZES))
     save_model(tmp_path / "path/to/diffllama", transformers.DiffLlamaConfig(**SIZES))

@@ -9,6 +9,7 @@ import pytest
 from benchmarks import conversion
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_every_case_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -503,6 +503,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_a_process_that_is_stopped_leaves_no_result_and_the_next_one_works(
     number: signal.Signals, status: int, source: Path, tmp_path: Path

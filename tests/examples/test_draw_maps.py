@@ -2,9 +2,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tiny import tiny_model, tiny_tokenizer
 
 
+@pytest.mark.slow
 def test_the_figure_is_drawn(tmp_path: Path) -> None:
     tiny_model("v2", num_hidden_layers=19, num_attention_heads=14, num_key_value_heads=7).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)

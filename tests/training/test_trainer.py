@@ -136,6 +136,7 @@ def test_sequences_of_all_lengths_are_grouped_and_padded(make: Make) -> None:
     assert losses(trainer)[-1] < losses(trainer)[0]
 
 
+@pytest.mark.slow
 def test_a_compiled_model_computes_the_same_losses(make: Make) -> None:
     plain, compiled = make(), make(torch_compile=True, torch_compile_backend="aot_eager")
     for trainer in (plain, compiled):

@@ -235,6 +235,7 @@ assert losses[-1] < 0.9 * losses[0], losses
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_model_of_remote_code_is_loaded_from_its_folder_and_learns(variant: str, tmp_path: Path) -> None:
     tiny_model(variant, initializer_range=0.05).save_pretrained(tmp_path / "model")
