@@ -7,13 +7,11 @@ from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["OMP_NUM_THREADS"] = "1"  # tests run in parallel processes, and what these start: before torch is imported
 
 import pytest
 import torch
 from hub import Hub
-
-
-torch.set_num_threads(1)  # tests run in parallel processes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

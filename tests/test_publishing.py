@@ -50,7 +50,6 @@ sys.modules["diffllama"] = None  # from here on importing it fails
 import torch, transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-torch.set_num_threads(1)
 tensors, facts, ids = {}, {}, torch.arange(1, 14)[None]
 def look(name, model):
     with torch.no_grad():

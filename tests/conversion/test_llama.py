@@ -109,7 +109,6 @@ import json, sys
 sys.modules["diffllama"] = None
 import torch
 from transformers import AutoModelForCausalLM
-torch.set_num_threads(1)
 equal = {}
 for case, dtype, source, folder in json.load(sys.stdin):
     with torch.no_grad():

@@ -80,7 +80,7 @@ def original(models: Path) -> dict[str, Any]:
 def test_a_model_in_three_guises_has_equal_log_likelihoods(models: Path, original: dict[str, Any]) -> None:
     package = paper(str(models / "diff"), str(TASKS))
     code = (
-        "import sys\nfrom typing import Any\nimport torch\ntorch.set_num_threads(1)\n"
+        "import sys\nfrom typing import Any\n"
         f"{inspect.getsource(paper)}{inspect.getsource(log_likelihoods)}"
         f"found = paper({str(models / 'diff')!r}, {str(TASKS)!r}, trust_remote_code=True)\n"
         "facts.update(log_likelihoods=log_likelihoods(found), the_class=found['class'])"

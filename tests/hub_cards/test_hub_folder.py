@@ -30,7 +30,6 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-torch.set_num_threads(1)
 folders, answer = json.loads(sys.argv[1]), sys.argv[2]
 logits, ids = {}, torch.arange(1, 14)[None]
 for name, folder in folders.items():

@@ -65,7 +65,6 @@ sys.modules["diffllama"] = sys.modules["triton"] = None  # from here on importin
 import torch, transformers
 from safetensors.torch import load_file, save_file
 
-torch.set_num_threads(1)
 folder, saved, answers, prompt = *map(Path, sys.argv[1:4]), sys.argv[4]
 input_ids = load_file(folder / "input_ids.safetensors")["input_ids"]
 modules, tensors = {}, {}

@@ -50,7 +50,6 @@ def hear(event, arguments):
     })
 
 sys.addaudithook(hear)
-torch.set_num_threads(1)
 for folder in sys.argv[2:]:
     phase = "load"
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)

@@ -383,7 +383,7 @@ def test_two_processes_train_as_one_does(whole: Path) -> None:
     """The file is the same: they share the tokens of a step."""
     config = write("two", ddp_backend="gloo", per_device_train_batch_size=4)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "diffllama"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(Path("cache").absolute())}
+    env = os.environ | {"HF_DATASETS_CACHE": str(Path("cache").absolute())}
     result = subprocess.run(
         [sys.executable, *launcher, "pretrain", config],
         env=env,

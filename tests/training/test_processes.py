@@ -128,7 +128,6 @@ def run(code: str, *arguments: object, processes: int, work: Path) -> None:
     command = [sys.executable, *(launcher if processes > 1 else []), str(program), *map(str, arguments)]
     env = os.environ | {
         "PYTHONPATH": str(Path(__file__).parents[1]),
-        "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "ACCELERATE_TORCH_DEVICE": "cpu",  # else cpu:0, to which transformers 5.6 loads no checkpoint
     }
