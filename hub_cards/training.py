@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from transformers import SchedulerType
+from transformers.training_args import OptimizerNames
 
 from diffllama.hub_cards.texts import read_json
 
@@ -40,16 +42,21 @@ ARGUMENTS = (
 STATE = ("global_step", "epoch", "train_batch_size", "num_input_tokens_seen", "total_flos")
 """What the Trainer counted."""
 
+ENUMERATIONS = (SchedulerType, OptimizerNames)
+"""Kinds of arguments that are enumerations."""
+
 
 class Inert:
     """Stands for any class or function that a pickle names, and does nothing.
 
-    What it is called with is what it gives (enumerations are pickled as a call with their value); otherwise it takes
-    the attributes of what it stands for.
+    What it is called with is what it gives: enumerations are pickled as a call with their value or, in Python 3.11.0 to
+    3.11.3, as `getattr` of a class and a member's name. Otherwise it takes the attributes of what it stands for.
     """
 
     def __new__(cls, *args: Any) -> Any:
-        """The only argument, or a new object."""
+        """The only argument, the value of the member that two arguments name, or a new object."""
+        if len(args) == 2 and args[0] is cls:
+            return next((kind[args[1]].value for kind in ENUMERATIONS if args[1] in kind.__members__), args[1])
         return args[0] if len(args) == 1 else super().__new__(cls)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import tiny_model
-from transformers import Trainer, TrainingArguments
+from transformers import SchedulerType, Trainer, TrainingArguments
 
 from diffllama.hub_cards.training import training_record, training_rows
 
@@ -64,6 +64,19 @@ def test_a_trainers_checkpoint_tells_arguments_counts_and_losses(trained: Path) 
     assert rows["steps"] == "3"
     assert rows["sequences per step"] == "4 (2 per process × 2 accumulated × 1 processes)"
     assert rows["learning rate"] == "0.0003, cosine, warm-up 1"
+
+
+def test_enumerations_are_read_as_every_python_pickles_them(tmp_path: Path) -> None:
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    for pickled in (
+        (SchedulerType, "reduce_lr_on_plateau"),
+        (getattr, SchedulerType, "REDUCE_ON_PLATEAU"),  # Python 3.11.0 to 3.11.3
+    ):
+        arguments.lr_scheduler_type = Hostile(*pickled)
+        torch.save(arguments, tmp_path / "training_args.bin")
+        record = training_record(tmp_path)
+        assert record is not None
+        assert record["arguments"]["lr_scheduler_type"] == "reduce_lr_on_plateau"
 
 
 def test_what_save_model_leaves_tells_arguments_alone(trained: Path) -> None:
