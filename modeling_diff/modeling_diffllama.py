@@ -40,6 +40,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_diffllama import DiffLlamaConfig
+from .diff_fused import chosen
 from .differential_attention import (
     DiffLlamaRMSNorm,
     at_least_float32,
@@ -201,24 +202,27 @@ class DiffLlamaAttention(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
 
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
+        dropout = self.attention_dropout if self.training else 0.0
+        implementation = chosen(
+            self.config._attn_implementation, self.diff_variant, query, attention_mask, dropout, kwargs
         )
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         attn_output, attn_weights = attention_interface(
             self,
             query,
             key,
             value,
             attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
+            dropout=dropout,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
             differential_lambda=differential_lambda,
             **kwargs,
         )
 
-        attn_output = attn_output.reshape(*input_shape, -1, self.head_dim)  # [b, n, 2h, D]
-        attn_output = combine_maps(attn_output, differential_lambda)  # [b, n, h, D]
+        attn_output = attn_output.reshape(*input_shape, -1, self.head_dim)
+        if attn_output.shape[-2] == query.shape[1]:  # both maps' outputs, [b, n, 2h, D]
+            attn_output = combine_maps(attn_output, differential_lambda)  # [b, n, h, D]
         if self.head_norm is not None:
             attn_output = self.head_norm(attn_output) * (1 - self.lambda_init)
         return self.o_proj(attn_output.flatten(-2)), attn_weights

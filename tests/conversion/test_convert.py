@@ -50,7 +50,7 @@ from diffllama.modeling_diff import modeling_diffllama
 
 
 EMBEDDING, ONE = "model.embed_tokens.weight", "model.layers.{i}.self_attn."
-CODE = ("configuration_diffllama.py", "differential_attention.py", "modeling_diffllama.py")
+CODE = tuple(sorted(file.name for file in Path(modeling_diffllama.__file__).parent.glob("[!_]*.py")))
 convert = partial(diffllama.conversion.convert, source="llama")
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from tiny import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer, tokens
+from tiny import EVERY_FEATURE, PADDED, VARIANTS, tiny_model, tiny_tokenizer, tokens
 from torch._inductor import compile as inductor
 from transformers import (
     Cache,
@@ -176,7 +176,9 @@ def test_a_quantized_cache_changes_nothing_but_the_rounding_of_what_it_stores(va
     assert not torch.allclose(logits, chunked_logits(model, batch, exact, single), atol=10 * TOLERANCE)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa", pytest.param("flex_attention", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "implementation", ["eager", PADDED, "diff_fused", pytest.param("flex_attention", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_packed_sequences_do_not_see_each_other(variant: str, implementation: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 import reference
 import torch
 from cases import KINDS, Batch, batch
-from tiny import EVERY_FEATURE, VARIANTS, tiny_config, tiny_model, tokens
+from tiny import EVERY_FEATURE, PADDED, VARIANTS, tiny_config, tiny_model, tokens
 from torch import nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -125,8 +125,14 @@ LAYERS = [
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     ("implementation", "dtype", "tolerance"),
-    [("eager", torch.float64, 1e-10), ("eager", torch.float32, 2e-6), ("sdpa", torch.float32, 2e-6)],
-    ids=["eager-float64", "eager-float32", "sdpa-float32"],
+    [
+        ("eager", torch.float64, 1e-10),
+        ("eager", torch.float32, 2e-6),
+        (PADDED, torch.float32, 2e-6),
+        ("diff_fused", torch.float64, 1e-10),
+        ("diff_fused", torch.float32, 2e-6),
+    ],
+    ids=["eager-float64", "eager-float32", "sdpa-float32", "diff_fused-float64", "diff_fused-float32"],
 )
 def test_attention_and_every_gradient_equal_the_papers_formulas(
     implementation: str,
@@ -188,7 +194,9 @@ optional_features = pytest.mark.parametrize("fields", [{}, EVERY_FEATURE], ids=[
 
 
 @optional_features
-@pytest.mark.parametrize("implementation", ["eager", "sdpa", pytest.param("flex_attention", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "implementation", ["eager", PADDED, "diff_fused", pytest.param("flex_attention", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()

@@ -1,0 +1,145 @@
+"""Attention by blocks against both maps' outputs in plain PyTorch, in outputs and every gradient."""
+
+import math
+
+import pytest
+import torch
+
+from diffllama.modeling_diff import blocked_attention as module
+from diffllama.modeling_diff.blocked_attention import blocked_attention
+
+
+SCALING = 0.3
+SHAPES = [(1, 1, 13, 13), (2, 1, 13, 13), (2, 3, 13, 13), (2, 3, 5, 13), (2, 3, 1, 13)]
+"""Key/value heads, differential heads for each, queries, keys."""
+
+Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def call(
+    variant: str, key_value_heads: int, groups: int, n: int, m: int, dtype: torch.dtype = torch.float64, batch: int = 2
+) -> Call:
+    """Queries, keys, values and λ as the model gives them, of width D = 16, in views of other tensors."""
+    draw = torch.Generator().manual_seed(0)
+    h = key_value_heads * groups
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=draw).to(dtype)
+
+    query = normal(batch, n, 2 * h, 16)
+    if variant == "v1":
+        query[:, :, 0::2, 8:], query[:, :, 1::2, :8] = 0, 0
+    key, value = normal(batch, m, key_value_heads, 16).transpose(1, 2), normal(batch, key_value_heads, m + 3, 20)
+    lambdas = normal(1) if variant == "v1" else normal(batch, n, h, 1)
+    tensors = (query.transpose(1, 2), key, value[:, :, :m, :16], lambdas)
+    return tuple(tensor.requires_grad_() for tensor in tensors)  # type: ignore[return-value] # there are four
+
+
+def both_maps(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lambdas: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """O1 - λ·O2 [b, n, h, D] of whole maps."""
+    repeats, n, m = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    visible = torch.ones(n, m, dtype=torch.bool).tril(m - n) if mask is None else mask
+    maps = (query @ key.transpose(2, 3) * SCALING).masked_fill(~visible, -math.inf).softmax(-1)
+    first, second = (maps @ value).transpose(1, 2).unflatten(2, (-1, 2)).unbind(3)
+    return first - lambdas * second
+
+
+def mask_of(kind: str, n: int, m: int) -> torch.Tensor | None:
+    """Which keys each query sees: of all rows of a batch alike (window), or of each (padding)."""
+    causal = torch.ones(n, m, dtype=torch.bool).tril(m - n)
+    if kind == "window":
+        return (causal & ~causal.tril(-4))[None, None]
+    if kind == "padding":
+        hidden = torch.arange(m) < torch.tensor([0, m - n])[:, None]
+        return causal & ~hidden[:, None, None]
+    return None
+
+
+@pytest.mark.parametrize("blocks", ["small", "whole"])
+@pytest.mark.parametrize("kind", ["causal", "window", "padding"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("variant", ["v1", "v2"])
+def test_outputs_and_every_gradient_are_those_of_both_maps(
+    variant: str, shape: tuple[int, int, int, int], kind: str, blocks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if blocks == "small":
+        monkeypatch.setattr(module, "ROWS", 4)
+        monkeypatch.setattr(module, "BLOCK", 1)
+    tensors, mask, map_dim = call(variant, *shape), mask_of(kind, *shape[2:]), {"v1": 8, "v2": 16}[variant]
+    truth, ours = both_maps(*tensors, mask), blocked_attention(*tensors, mask, map_dim, SCALING)
+    weights = torch.randn(truth.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    true_gradients, gradients = (torch.autograd.grad((one * weights).sum(), tensors) for one in (truth, ours))
+    if variant == "v1":  # of zeros that nobody reads
+        assert not gradients[0][:, 0::2, :, 8:].any()
+        assert not gradients[0][:, 1::2, :, :8].any()
+        true_gradients[0][:, 0::2, :, 8:], true_gradients[0][:, 1::2, :, :8] = 0, 0
+    torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)
+    for gradient, true_gradient in zip(gradients, true_gradients, strict=True):
+        torch.testing.assert_close(gradient, true_gradient, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "padding"])
+@pytest.mark.parametrize("variant", ["v1", "v2"])
+@torch.no_grad()
+def test_one_query_is_decoded(variant: str, kind: str) -> None:
+    tensors, mask = call(variant, 2, 3, 1, 13), mask_of(kind, 1, 13)
+    ours = blocked_attention(*tensors, mask, {"v1": 8, "v2": 16}[variant], SCALING)
+    torch.testing.assert_close(ours, both_maps(*tensors, mask), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("variant", ["v1", "v2"])
+def test_float32_loses_at_most_twice_what_both_maps_lose(variant: str) -> None:
+    truth = both_maps(*call(variant, 2, 2, 65, 65), None)
+    single = call(variant, 2, 2, 65, 65, torch.float32)
+    ours, plain = blocked_attention(*single, None, {"v1": 8, "v2": 16}[variant], SCALING), both_maps(*single, None)
+    assert (ours - truth).norm() <= 2 * (plain - truth).norm()
+
+
+def test_the_padding_of_queries_is_not_read() -> None:
+    query, *others = call("v1", 2, 1, 5, 5)
+    expected = blocked_attention(query, *others, None, 8, SCALING)
+    padding = torch.zeros_like(query)
+    padding[:, 0::2, :, 8:], padding[:, 1::2, :, :8] = math.nan, math.nan
+    assert torch.equal(blocked_attention(query + padding, *others, None, 8, SCALING), expected)
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_a_query_that_sees_nothing_disturbs_no_other(n: int) -> None:
+    tensors = call("v1", 2, 1, n, 5)
+    nothing = torch.ones(2, 1, n, 5, dtype=torch.bool)
+    nothing[1, :, 0] = False
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            ours = blocked_attention(*tensors, nothing, 8, SCALING)
+        assert ours.isfinite().all()
+        torch.testing.assert_close(ours[0], both_maps(*tensors, nothing)[0], rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad(blocked_attention(*tensors, nothing, 8, SCALING)[0].sum(), tensors)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_a_nan_is_not_hidden() -> None:
+    query, key, value, lambdas = call("v1", 1, 1, 5, 5)
+    value = value.detach().clone()
+    value[:, :, 3] = math.nan
+    assert blocked_attention(query, key, value, lambdas, None, 8, SCALING)[:, 3:].isnan().all()
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    tensors = call("v1", 1, 1, 3, 3)
+    output = blocked_attention(*tensors, None, 8, SCALING)
+    (gradient,) = torch.autograd.grad(output.sum(), tensors[:1], create_graph=True)
+    with pytest.raises(NotImplementedError, match='need attn_implementation="eager"'):
+        gradient.sum().backward()
+
+
+def test_functional_gradients_are_the_same() -> None:
+    query, *others = call("v2", 1, 2, 5, 5)
+
+    def total(query: torch.Tensor) -> torch.Tensor:
+        return blocked_attention(query, *others, None, 16, SCALING).square().sum()
+
+    (expected,) = torch.autograd.grad(total(query), query)
+    assert torch.equal(torch.func.grad(total)(query.detach()), expected)

@@ -1,0 +1,122 @@
+"""When `diff_fused` computes a call, and that models give the same with it."""
+
+from typing import Any
+
+import pytest
+import torch
+from cases import batch
+from tiny import EVERY_FEATURE, VARIANTS, tiny_model, tokens
+
+from diffllama.modeling_diff import diff_fused
+from diffllama.modeling_diff.diff_fused import NAME, chosen
+
+
+@pytest.fixture
+def blocked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many queries each call by blocks had."""
+    calls: list[int] = []
+
+    def count(query: torch.Tensor, *arguments: Any, compute: Any = diff_fused.blocked_attention) -> torch.Tensor:
+        calls.append(query.shape[2])
+        return compute(query, *arguments)
+
+    monkeypatch.setattr(diff_fused, "blocked_attention", count)
+    return calls
+
+
+QUERY = torch.zeros(2, 4, 3, 8)
+MASK = torch.ones(2, 1, 3, 3, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("mask", [None, MASK], ids=["causal", "mask"])
+def test_v1s_sdpa_is_computed_by_it(mask: torch.Tensor | None) -> None:
+    assert chosen("sdpa", "v1", QUERY, mask, 0.0, {"sliding_window": 4, "cache": None}) == NAME
+    assert chosen("sdpa", "v1", QUERY.double(), mask, 0.0, {}) == NAME
+
+
+@pytest.mark.parametrize(
+    ("implementation", "variant", "query", "mask", "dropout", "options"),
+    [
+        pytest.param("sdpa", "v2", QUERY, None, 0.0, {}, id="v2"),
+        pytest.param("eager", "v1", QUERY, None, 0.0, {}, id="eager"),
+        pytest.param("flash_attention_2", "v1", QUERY, None, 0.0, {}, id="flash"),
+        pytest.param("sdpa", "v1", QUERY.bfloat16(), None, 0.0, {}, id="half precision"),
+        pytest.param("sdpa", "v1", QUERY.to("meta"), None, 0.0, {}, id="no CPU"),
+        pytest.param("sdpa", "v1", QUERY, MASK.float(), 0.0, {}, id="added mask"),
+        pytest.param("sdpa", "v1", QUERY, MASK.expand(2, 4, 3, 3), 0.0, {}, id="mask of each head"),
+        pytest.param("sdpa", "v1", QUERY, None, 0.1, {}, id="dropout"),
+        pytest.param("sdpa", "v1", QUERY, None, 0.0, {"cache": object()}, id="paged cache"),
+        pytest.param("sdpa", "v1", QUERY, None, 0.0, {"is_causal": False}, id="not causal"),
+        pytest.param("sdpa", "v1", QUERY[:0], None, 0.0, {}, id="empty batch"),
+    ],
+)
+def test_all_else_is_computed_by_what_is_configured(
+    implementation: str,
+    variant: str,
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    options: dict[str, Any],
+) -> None:
+    assert chosen(implementation, variant, query, mask, dropout, options) == implementation
+
+
+def test_a_compiled_call_is_computed_by_what_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert chosen("sdpa", "v1", QUERY, None, 0.0, {}) == "sdpa"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_can_be_asked_for_by_name(variant: str, blocked: list[int]) -> None:
+    model = tiny_model(variant, attn_implementation=NAME)
+    assert model.config._attn_implementation == NAME
+    model(tokens(1, 5))
+    assert blocked == [5] * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("fields", [{}, {"attention_dropout": 0.1}], ids=["half precision", "dropout"])
+def test_where_it_cannot_compute_it_is_sdpa(variant: str, fields: dict[str, Any], blocked: list[int]) -> None:
+    dtype = torch.float32 if fields else torch.bfloat16
+    model = tiny_model(variant, dtype, NAME, **fields).train(bool(fields))
+    losses = []
+    for implementation in (NAME, "sdpa"):
+        model.set_attn_implementation(implementation)
+        torch.manual_seed(0)
+        losses.append(model(tokens(2, 9), labels=tokens(2, 9), use_cache=False).loss)
+    assert torch.equal(*losses)
+    assert blocked == []
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("fields", [{}, EVERY_FEATURE], ids=["plain", "every feature"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_generated_tokens_are_those_of_eager(
+    variant: str, fields: dict[str, Any], cache: str, blocked: list[int]
+) -> None:
+    model, given = tiny_model(variant, attn_implementation=NAME, **fields), batch("left", 9)
+    written = []
+    for implementation in (NAME, "eager"):
+        model.set_attn_implementation(implementation)
+        written.append(
+            model.generate(
+                tokens(2, 9),
+                attention_mask=given.attention_mask,
+                max_new_tokens=12,
+                do_sample=False,
+                cache_implementation=cache,
+                disable_compile=True,
+            )
+        )
+    assert torch.equal(*written)
+    assert blocked[:2] == [9, 9]
+    assert set(blocked[2:]) == {1}
+
+
+def test_continuous_batching_runs_as_before() -> None:
+    model = tiny_model("v1", attn_implementation="sdpa", eos_token_id=None)
+    prompt = tokens(1, 9)
+    expected = model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)[0, 9:].tolist()
+    model.generation_config.max_new_tokens, model.generation_config.do_sample = 6, False
+    outputs = model.generate_batch([prompt[0].tolist()])
+    assert [output.generated_tokens for output in outputs.values()] == [expected]
