@@ -96,8 +96,8 @@ def chosen(
         variant: v1 or v2.
         query, attention_mask, dropout, options: as in `is_blocked`.
     """
-    wins = variant == "v1" and is_blocked(query, attention_mask, dropout, options)
-    return NAME if implementation == "sdpa" and wins else implementation
+    replaces = implementation == "sdpa" and variant == "v1"
+    return NAME if replaces and is_blocked(query, attention_mask, dropout, options) else implementation
 
 
 AttentionInterface.register(NAME, diff_fused_attention_forward)
