@@ -11,7 +11,7 @@ values; B is b times the key/value heads and g how many differential heads share
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,12 +23,17 @@ BLOCK = 2**18
 """Numbers of a block's map, 1 MiB in float32, unless one head has more."""
 
 
-class Block(NamedTuple):
-    """Some queries of some key/value heads: which heads, which queries, and how many keys these see at most."""
+class Block:
+    """Some queries of some key/value heads.
 
-    heads: slice
-    rows: slice
-    seen: int
+    Args:
+        heads: which key/value heads.
+        rows: which queries.
+        seen: how many keys these see at most.
+    """
+
+    def __init__(self, heads: slice, rows: slice, seen: int) -> None:
+        self.heads, self.rows, self.seen = heads, rows, seen
 
 
 class Views:

@@ -23,7 +23,7 @@ NAME = "diff_fused"  # transformers takes every name with `flash` in it for the 
 def is_blocked(
     query: torch.Tensor, attention_mask: torch.Tensor | None, dropout: float, options: dict[str, Any]
 ) -> bool:
-    """Whether `blocked_attention` can compute a call: on a CPU, in float32 or float64, neither compiled nor paged.
+    """Whether `blocked_attention` can compute a call: on a CPU, in float32 or float64, and no more asked for.
 
     Args:
         query: [b, 2h, n, D].
@@ -38,7 +38,7 @@ def is_blocked(
         and dropout == 0
         and (attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1))
         and all(options.get(name) is None for name in ("cache", "is_causal", "position_bias"))
-        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        and not (torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or torch.jit.is_tracing())
     )
 
 

@@ -61,6 +61,11 @@ def test_all_else_is_computed_by_what_is_configured(
     assert chosen(implementation, variant, query, mask, dropout, options) == implementation
 
 
+def test_a_call_by_autocast_is_computed_by_what_is_configured() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert chosen("sdpa", "v1", QUERY, None, 0.0, {}) == "sdpa"
+
+
 def test_a_compiled_call_is_computed_by_what_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert chosen("sdpa", "v1", QUERY, None, 0.0, {}) == "sdpa"
