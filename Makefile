@@ -82,9 +82,8 @@ check-wheel: wheel ## Install the wheel into an environment that has torch alone
 	cd dist && ../.venv-wheel/bin/diffllama --version && ../.venv-wheel/bin/python ../examples/check_install.py
 	rm -rf .venv-wheel
 
-bench: $(VENV)/.dev ## Time whole models and their training beside their peers, and a conversion of 8 GB beside a copy.
-	$(RUN) -m benchmarks.whole_model
-	$(RUN) -m benchmarks.training_step
+bench: $(VENV)/.dev ## Time attention, whole models and their training beside their peers, and a conversion of 8 GB beside a copy.
+	$(RUN) -m benchmarks run
 	$(RUN) -m benchmarks.conversion
 
 figure: $(VENV)/.dev ## Draw the README's figure from the demo model.

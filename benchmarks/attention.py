@@ -1,0 +1,200 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Attention alone: what is between the rotated queries, keys and values and the head norm or output projection.
+
+Of ours that is padding the queries and joining the keys (V1), the call of the registered attention function and the
+combination of both maps; of the Transformer the call.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from benchmarks.correctness import SAMPLES, Tensors, compare
+from benchmarks.measure import Step
+from benchmarks.peers import Architecture, Setting, configuration, llama
+from diffllama.modeling_diff.differential_attention import combine_maps, join_keys, pad_queries
+from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention, eager_attention_forward
+
+
+CHECKED_QUERIES = 32
+"""A forward is checked at so many queries of the sequence, the first and the last among them."""
+
+CHECKED_LENGTH = 777
+"""Gradients are checked at this length, or at the timed one if it is less: plain PyTorch keeps whole maps."""
+
+
+class Attention:
+    """One layer's attention with random queries, keys and values.
+
+    Args:
+        architecture: whose.
+        setting: sizes.
+        decoding: one query, and keys and values as a cache has them; otherwise as many queries as keys, as
+            projections make them.
+    """
+
+    def __init__(self, architecture: Architecture, setting: Setting, decoding: bool = False) -> None:
+        config = configuration(architecture, llama(setting.shape, setting.groups))
+        with torch.device("meta"):  # of the module, attention functions read only attributes
+            self.module: Any = (LlamaAttention if architecture == "llama" else DiffLlamaAttention)(config, 0)
+        self.architecture, self.setting = architecture, setting
+        self.differential, self.joins = architecture != "llama", architecture == "v1"
+        self.decoding, self.head_dim, self.width = decoding, config.head_dim, config.head_dim // (1 + self.joins)
+        b, n, keys = setting.batch, setting.length, config.num_key_value_heads
+        made = torch.Generator(setting.device).manual_seed(0)
+
+        def random(*shape: int) -> torch.Tensor:
+            values = torch.randn(*shape, generator=made, device=setting.device)
+            return values.to(setting.torch_dtype).requires_grad_(not decoding)
+
+        rows = 1 if decoding else n
+        self.query = random(b, rows, config.num_attention_heads, self.width)
+        self.key = random(b, n, keys * (1 + self.joins), self.width)
+        self.value = random(b, n, keys, self.head_dim)
+        self.inputs = {"query": self.query, "key": self.key, "value": self.value}
+        if self.differential:
+            like = (1,) if self.joins else (b, rows, config.num_attention_heads // 2, 1)
+            self.differential_lambda = torch.rand(like, generator=made, device=setting.device)
+            self.inputs["differential_lambda"] = self.differential_lambda.requires_grad_(not decoding)
+        if decoding:
+            self.cached = (join_keys(self.key) if self.joins else self.key).transpose(1, 2).contiguous()
+            self.value = self.value.transpose(1, 2).contiguous().transpose(1, 2)
+        heads = config.num_attention_heads // (1 + self.differential)
+        self.gradient = torch.randn(b, rows, heads, self.head_dim, generator=made, device=setting.device)
+        self.gradient = self.gradient.to(setting.torch_dtype)
+
+    def use(self, implementation: str) -> None:
+        """Chooses the attention function."""
+        self.module.config._attn_implementation = implementation
+
+    def __call__(self) -> torch.Tensor:
+        """Outputs [b, queries, heads, width of values], by the chosen attention function."""
+        query = pad_queries(self.query) if self.joins else self.query
+        key = self.cached if self.decoding else (join_keys(self.key) if self.joins else self.key).transpose(1, 2)
+        more = {"differential_lambda": self.differential_lambda} if self.differential else {}
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.module.config._attn_implementation, eager_attention_forward
+        )
+        output, _ = interface(
+            self.module,
+            query.transpose(1, 2),
+            key,
+            self.value.transpose(1, 2),
+            None,
+            dropout=0.0,
+            scaling=self.width**-0.5,
+            sliding_window=None,
+            **more,
+        )
+        if output.shape[2] > self.gradient.shape[2]:  # both maps' outputs; a fused function returns their difference
+            output = combine_maps(output, self.differential_lambda)
+        return output
+
+    def plain(self, inputs: Tensors, rows: torch.Tensor) -> torch.Tensor:
+        """The same in plain PyTorch, at some queries, map by map, from inputs in any dtype."""
+        query, key, value = (inputs[name].transpose(1, 2) for name in ("query", "key", "value"))
+        query = query[:, :, rows]
+        maps, heads, length = query.shape[1], self.gradient.shape[2], key.shape[2]
+        if self.joins:  # a head's two maps have a key each
+            key = key.unflatten(1, (-1, 2)).repeat_interleave(2 * heads // key.shape[1], 1).flatten(1, 2)
+        else:
+            key = key.repeat_interleave(maps // key.shape[1], 1)
+        positions = rows + length - self.query.shape[1]
+        hidden = torch.arange(length, device=rows.device) > positions[:, None]
+        scores = (query @ key.transpose(2, 3)) * self.width**-0.5
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        if self.differential:
+            differential_lambda = inputs["differential_lambda"]
+            if differential_lambda.dim() > 1:
+                differential_lambda = differential_lambda.transpose(1, 2)[:, :, rows]
+            weights = (weights[:, ::2] - differential_lambda * weights[:, 1::2]).to(value.dtype)
+        return (weights @ value.repeat_interleave(heads // value.shape[1], 1)).transpose(1, 2)
+
+    def backward(self) -> None:
+        """Forward and backward; gradients are forgotten."""
+        self().backward(self.gradient)
+        for tensor in self.inputs.values():
+            tensor.grad = None
+
+
+def in_dtype(attention: Attention, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Copies of the inputs in another dtype, but for λ, which is always in float32."""
+    return {
+        name: tensor.detach().to(tensor.dtype if name == "differential_lambda" else dtype).requires_grad_()
+        for name, tensor in attention.inputs.items()
+    }
+
+
+@torch.no_grad()
+def check_outputs(attention: Attention) -> None:
+    """Raises `Wrong` unless outputs are plain PyTorch's, at some queries of the whole length."""
+    count, setting = attention.query.shape[1], attention.setting
+    rows = torch.linspace(0, count - 1, min(count, CHECKED_QUERIES), device=setting.device).long()
+
+    def plain(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        return {"attention": attention.plain(in_dtype(attention, dtype), rows)}
+
+    inevitable = plain(setting.torch_dtype) if setting.dtype != "float32" else None
+    compare("output", {"attention": attention()[:, rows]}, plain(torch.float32), inevitable)
+
+
+def check_gradients(attention: Attention) -> None:
+    """Raises `Wrong` unless gradients of all inputs are plain PyTorch's."""
+    setting = attention.setting
+
+    low_precision = setting.dtype != "float32"
+    made = torch.Generator(setting.device).manual_seed(1)
+    of_outputs = [
+        torch.randn(attention.gradient.shape, generator=made, device=setting.device).to(setting.torch_dtype)
+        for _ in range(SAMPLES if low_precision else 1)
+    ]
+    rows = torch.arange(attention.query.shape[1], device=setting.device)
+
+    def gradients(inputs: Tensors, outputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for i, gradient in enumerate(of_outputs):
+            those = torch.autograd.grad(
+                outputs, list(inputs.values()), gradient.to(outputs.dtype), retain_graph=True, allow_unused=True
+            )
+            found |= {f"{name} {i}": one for name, one in zip(inputs, those, strict=True) if one is not None}
+        return found
+
+    def plain(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        inputs = in_dtype(attention, dtype)
+        return gradients(inputs, attention.plain(inputs, rows))
+
+    values = gradients(attention.inputs, attention())
+    inevitable = plain(setting.torch_dtype) if low_precision else None
+    compare("gradient", values, plain(torch.float32), inevitable)
+
+
+def forward(attention: Attention, implementation: str) -> Step:
+    """A forward: of a whole sequence, or of one query after a cache."""
+
+    def check() -> None:
+        attention.use(implementation)
+        check_outputs(attention)
+
+    @torch.no_grad()
+    def run() -> torch.Tensor:
+        return attention()
+
+    return Step(run, check, before=lambda: attention.use(implementation))
+
+
+def train(attention: Attention, implementation: str) -> Step:
+    """A forward and a backward, of all inputs."""
+
+    def check() -> None:
+        setting = attention.setting
+        short = replace(setting, length=min(setting.length, CHECKED_LENGTH))
+        checked = Attention(attention.architecture, short)
+        checked.use(implementation)
+        check_outputs(checked)
+        check_gradients(checked)
+
+    return Step(attention.backward, check, before=lambda: attention.use(implementation))

@@ -1,0 +1,64 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What is timed is compared with plain PyTorch first."""
+
+import re
+from collections.abc import Mapping
+
+import torch
+
+
+Tensors = Mapping[str, torch.Tensor]
+
+TOLERANCE = {"output": 1e-4, "gradient": 1e-3}
+"""Largest relative error in float32."""
+
+FACTOR = {"output": 2, "gradient": 3}
+"""In lower precision: the largest error, in those of plain PyTorch in the same precision."""
+
+
+SAMPLES = 12
+"""In lower precision, gradients of so many inputs are compared: that of λ is one number, and one computation may have
+luck."""
+
+
+class Wrong(Exception):
+    """What should be timed does not compute what it must."""
+
+
+def errors(values: Tensors, truth: Tensors) -> dict[str, float]:
+    """Relative errors |values - truth| / |truth|, Euclidean norms, by name, of all layers and inputs together.
+
+    NaN where there is one in the values, or nothing but 0 in the truth.
+    """
+    squares: dict[str, list[float]] = {}
+    for name, expected in truth.items():
+        expected = expected.double()
+        both = squares.setdefault(re.sub(r"\b\d+\b", "*", name), [0.0, 0.0])
+        both[0] += (values[name].double() - expected).square().sum().item()
+        both[1] += expected.square().sum().item()
+    return {name: (error / norm) ** 0.5 if norm else float("nan") for name, (error, norm) in squares.items()}
+
+
+def compare(kind: str, values: Tensors, truth: Tensors, plain: Tensors | None = None) -> None:
+    """Compares tensors by name.
+
+    Args:
+        kind: "output" or "gradient".
+        values: what should be timed computes.
+        truth: plain PyTorch in float32.
+        plain: the same in the precision of `values`, if that is not float32.
+
+    Raises:
+        Wrong: a tensor is missing, or its error larger than it may be. In lower precision no error needs to be less
+            than the rounding of the values themselves.
+    """
+    for name in truth:
+        if name not in values:
+            raise Wrong(f"{name} has no {kind}")
+    rounding = 0.0 if plain is None else torch.finfo(next(iter(plain.values())).dtype).eps
+    inevitable = {} if plain is None else errors(plain, truth)
+    for name, error in errors(values, truth).items():
+        allowed = TOLERANCE[kind] if plain is None else FACTOR[kind] * max(inevitable[name], rounding)
+        if not error <= allowed:
+            raise Wrong(f"{kind} {name} differs from plain PyTorch's by {error:.1e}, more than {allowed:.1e}")

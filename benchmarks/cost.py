@@ -1,0 +1,51 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What attention costs by arithmetic, whatever computes it.
+
+The unit is n²d multiplications with additions: what a product of [n, d] and [d, n] takes. Numbers are for two heads of
+width d of the Transformer, and for what a differential model has in their place: one head of V1, whose two maps of
+width d share values of width 2d, or two heads of V2, each with two maps and values of width d.
+"""
+
+TRANSFORMER = (2, 2)
+"""Units of QKᵀ, and of the products of maps and V."""
+
+WAYS = {
+    "v1 padded call": (4, 4),
+    "v1 fused": (2, 4),
+    "v1 blocked": (2, 2),
+    "v2 one call": (4, 4),
+    "v2 fused": (4, 4),
+    "v2 blocked": (4, 2),
+}
+"""Variant and way of computing it -> units likewise.
+
+A call (`sdpa`) multiplies each map with V, and V1's two queries are padded to the width of the joined keys. A fused
+kernel multiplies two maps of their own width with one tile of V; its backward needs dP = dO·Vᵀ and
+dV = (P1 - λP2)ᵀ·dO only once for both. Blocked: both maps are there as a whole, in memory or since there is one query,
+and subtracted before V.
+"""
+
+
+def backward(scores: int, values: int) -> int:
+    """Units of a backward: QKᵀ again, dQ and dK; dP and dV."""
+    return 3 * scores + 2 * values
+
+
+def units(way: str, step: str) -> int:
+    """Units of a step: "prefill" (a forward), "train" (forward and backward) or "decode" (units of n·d: one query).
+
+    Args:
+        way: of `WAYS`, or "transformer".
+        step: which step.
+    """
+    scores, values = WAYS.get(way, TRANSFORMER)
+    if step == "decode" and way.endswith("fused"):
+        return units(way.replace("fused", "blocked"), step)  # a query's maps are whole
+    once = WAYS[way.replace("fused", "blocked")][1] if way.endswith("fused") else values
+    return scores + values + (backward(scores, once) if step == "train" else 0)
+
+
+def floors(step: str) -> dict[str, float]:
+    """Each way's units in those of the Transformer."""
+    return {way: units(way, step) / units("transformer", step) for way in WAYS}

@@ -1,0 +1,16 @@
+"""What tests of benchmarks share."""
+
+from typing import Any
+
+import pytest
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+
+@pytest.fixture
+def functions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Attention functions by name, of which a test may replace some. Ours are timed with sdpa and fused."""
+    found = dict(AttentionInterface._global_mapping)
+    monkeypatch.setattr("benchmarks.peers.OURS", ("sdpa", "fused"))
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", found)
+    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", {})  # where other tests leave what they restore
+    return found

@@ -1,0 +1,88 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import attention
+from benchmarks.attention import Attention
+from benchmarks.correctness import Wrong
+from benchmarks.peers import Setting
+from diffllama.modeling_diff.differential_attention import combine_maps
+
+
+SETTING = Setting("tiny", 2, 33)
+ALONE = ("llama", "v1", "v2")
+
+
+def steps(architecture: str, setting: Setting) -> dict[str, Any]:
+    whole, cached = Attention(architecture, setting), Attention(architecture, setting, decoding=True)
+    return {
+        "prefill": attention.forward(whole, "sdpa"),
+        "train": attention.train(whole, "sdpa"),
+        "decode": attention.forward(cached, "sdpa"),
+    }
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ALONE)
+def test_what_is_timed_is_what_plain_pytorch_computes(architecture: str, dtype: str, groups: int | None) -> None:
+    for step in steps(architecture, replace(SETTING, dtype=dtype, groups=groups)).values():
+        step.check()
+        step.before()
+        step.run()
+
+
+@pytest.mark.parametrize("case", ["prefill", "train", "decode"])
+@pytest.mark.parametrize("scale", [1.01, torch.nan])
+@pytest.mark.parametrize("architecture", ALONE)
+def test_a_function_that_computes_something_else_is_refused(
+    architecture: str, scale: float, case: str, functions: dict[str, Any]
+) -> None:
+    sdpa = functions["sdpa"]
+    functions["sdpa"] = lambda *args, **kwargs: (scale * sdpa(*args, **kwargs)[0], None)
+    with pytest.raises(Wrong, match="output attention differs"):
+        steps(architecture, SETTING)[case].check()
+
+
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 1.01 * gradient
+
+
+@pytest.mark.parametrize("architecture", ALONE)
+def test_a_function_with_a_wrong_backward_is_refused(architecture: str, functions: dict[str, Any]) -> None:
+    sdpa = functions["sdpa"]
+
+    def wrong(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        return sdpa(module, WrongGradient.apply(query), *args, **kwargs)
+
+    functions["sdpa"] = wrong
+    steps(architecture, SETTING)["prefill"].check()
+    with pytest.raises(Wrong, match="gradient query"):
+        steps(architecture, SETTING)["train"].check()
+
+
+@pytest.mark.parametrize("variant", ["v1", "v2"])
+def test_a_fused_function_may_return_the_difference_itself(variant: str, functions: dict[str, Any]) -> None:
+    def fused(*args: Any, differential_lambda: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        return combine_maps(functions["sdpa"](*args, **kwargs)[0], differential_lambda), None
+
+    functions["fused"] = fused
+    subject = Attention(variant, SETTING)
+    attention.forward(subject, "fused").check()
+    attention.train(subject, "fused").check()
+
+
+def test_decoding_has_one_query_and_a_cache_as_models_have_it() -> None:
+    subject = Attention("v1", SETTING, decoding=True)
+    assert subject.query.shape == (2, 1, 4, 32)
+    assert subject.cached.shape == subject.value.transpose(1, 2).shape == (2, 2, 33, 64)
+    assert subject.cached.is_contiguous()
+    assert subject.value.transpose(1, 2).is_contiguous()

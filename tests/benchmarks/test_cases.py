@@ -1,0 +1,31 @@
+import pytest
+
+from benchmarks.cases import CASES, DEFAULT, choose
+from benchmarks.peers import Setting
+
+
+def test_names_and_groups_choose_each_case_once() -> None:
+    assert [case.name for case in choose(["model/train", "attention", "model/train"])] == [
+        "model/train",
+        "attention/prefill",
+        "attention/train",
+        "attention/decode",
+    ]
+    assert {case.name for case in choose(["attention", "model", "generate"])} == set(CASES)
+    assert {case.name for case in choose(DEFAULT)} == {
+        *(f"attention/{step}" for step in ("prefill", "train", "decode")),
+        *(f"model/{step}" for step in ("prefill", "train", "decode")),
+    }
+
+
+def test_a_name_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"No case or group 'model/predict'\. Known: attention, model, generate, att"):
+        choose(["model/predict"])
+
+
+def test_tokens_are_those_of_one_step() -> None:
+    setting = Setting("tiny", 3, 100, new_tokens=7)
+    expected = {"prefill": 300, "train": 300, "decode": 3, "dynamic": 21, "continuous": 21}
+    for name, case in CASES.items():
+        step = name.partition("/")[2].partition("-")[0]
+        assert case.tokens(setting) == expected.get(step, 21)

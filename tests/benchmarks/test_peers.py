@@ -1,0 +1,71 @@
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.peers import ARCHITECTURES, SHAPE_NAMES, Peer, Setting, applies, build, configuration, llama, peers
+from diffllama.configuration import baseline, preset
+
+
+TINY = Setting("tiny", 1, 32)
+FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "tie_word_embeddings")
+HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+@pytest.mark.parametrize("groups", [None, 2, 4])
+@pytest.mark.parametrize("variant", ["v1", "v2"])
+@pytest.mark.parametrize("shape", ["tiny", "small", "1b", "3b"])
+def test_ours_have_the_llama_as_their_baseline(shape: str, variant: str, groups: int | None) -> None:
+    theirs = llama(shape, groups)
+    if not applies(variant, theirs):
+        assert (shape, variant, groups) in {("tiny", "v1", 4), ("small", "v1", 4)}  # three keys, or one, have no pairs
+        return
+    matched = baseline(configuration(variant, theirs))
+    assert {name: getattr(matched, name) for name in FIELDS + HEADS} == {
+        name: getattr(theirs, name) for name in FIELDS + HEADS
+    }
+    assert matched.rope_parameters == theirs.rope_parameters
+
+
+def test_the_papers_model_is_the_preset() -> None:
+    ours, theirs = configuration("v1", llama("3b")), preset("3b")
+    assert all(getattr(ours, name) == getattr(theirs, name) for name in FIELDS + HEADS)
+
+
+def test_models_have_keys_and_values_of_the_same_size_and_nearly_as_many_parameters() -> None:
+    models = {name: build(name, TINY) for name in ARCHITECTURES}
+    sizes = set()
+    for model in models.values():
+        cache = model(torch.ones(1, 3, dtype=torch.long), use_cache=True).past_key_values
+        sizes.add(sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers))
+    assert sizes == {2 * 3 * 128}
+    counts = {name: model.num_parameters() for name, model in models.items()}
+    head = 32
+    assert counts["transformers"] == counts["llama"] + 4 * head  # vectors of λ
+    assert counts["v1"] == counts["llama"] + 4 * head + 2 * head  # and the head norm
+    assert counts["v2"] == counts["llama"] + 128 * 128 + 128 * 4  # the second queries, the projection of λ
+
+
+def test_smollm2_has_nine_heads_so_no_pairs() -> None:
+    assert {peer.architecture for peer in peers(Setting("smollm2-135m", 1, 8))} == {"llama", "v2"}
+    assert set(SHAPE_NAMES) == {"tiny", "small", "smollm2-135m", "1b", "3b"}
+
+
+def test_attention_functions_of_ours_are_compared_as_far_as_they_are_registered(
+    functions: dict[str, Any],
+) -> None:
+    plain = [Peer(name) for name in ARCHITECTURES]
+    assert peers(TINY) == plain
+    functions["fused"] = functions["sdpa"]
+    assert peers(TINY) == [*plain[:3], Peer("v1", "fused"), plain[3], Peer("v2", "fused")]
+    assert peers(TINY, ["v1"], ["fused"]) == [Peer("llama"), Peer("v1", "fused")]
+    assert str(Peer("v1", "fused")) == "ours V1, fused"
+
+
+def test_names_and_heads_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ValueError, match="No peer 'v3'"):
+        peers(TINY, ["v3"])
+    with pytest.raises(ValueError, match="No attention function 'flash_attention_2' for float32 on cpu"):
+        peers(TINY, implementations=["flash_attention_2"])
+    with pytest.raises(ValueError, match="4 heads of tiny cannot share keys 3 by 3"):
+        llama("tiny", 3)
