@@ -14,6 +14,10 @@ import torch
 from hub import Hub
 
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU: before triton is imported
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests marked `gpu` where there is no CUDA device."""
     if not torch.cuda.is_available():

@@ -1,0 +1,446 @@
+"""The fused kernels against plain formulas in float64: small shapes in Triton's interpreter where there is no GPU.
+
+Everything that must not be read is NaN here: the padded halves of V1's queries, keys and values that no query sees and
+what lies beside them in memory, and all memory that the kernels have yet to write.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+import reference
+import torch
+
+from diffllama.modeling_diff import differential_flash as module
+from diffllama.modeling_diff.differential_flash import differential_flash, split_count
+
+
+needs_triton = pytest.mark.skipif(not module.HAS_TRITON, reason="needs triton: pip install triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAN = float("nan")
+
+KINDS = ("causal", "left", "right", "packed", "window", "static cache", "random", "nothing")
+VARIANTS = ("v1", "v2")
+NAMES = ("output", "query", "key", "value", "lambda")
+
+
+def bounds(kind: str, n: int, m: int) -> torch.Tensor | None:
+    """[2, 1, n, 2]: the keys that queries see, of which the last is of the last token, unless the kind says other."""
+    if kind == "causal":
+        return None
+    i = torch.arange(n).expand(2, n) + m - n
+    start, end = torch.zeros_like(i), i + 1
+    amounts = torch.tensor([[m // 3], [1]])
+    if kind in ("left", "right"):  # what padding sees: [0, 0) in the first text, [m, m) in the second
+        padding = torch.tensor([[m - (2 * n + 2) // 3], [m - n + 1]])
+        real, nothing = (i >= padding if kind == "left" else i < m - amounts), torch.tensor([[0], [m]])
+        start = torch.where(real, padding if kind == "left" else 0, nothing)
+        end = torch.where(real, end, nothing)
+    elif kind == "packed":
+        start = i // 17 * 17
+    elif kind == "window":
+        start = (end - torch.tensor([[5], [40]])).clamp(min=0)
+    elif kind == "static cache":  # longer than what it holds
+        end = (end - amounts).clamp(min=0)
+    elif kind == "random":  # also empty, and beyond the keys there are
+        generator = torch.Generator().manual_seed(n)
+        start, end = torch.randint(-9, m + 9, (2, 2, n), generator=generator)
+    elif kind == "nothing":
+        end = end * torch.tensor([[0], [1]])
+    return torch.stack((start, end), dim=-1)[:, None].to(torch.int32)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of `differential_flash`, and which keys [2, m] and pairs [2, n, m] are seen."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    differential_lambda: torch.Tensor
+    bounds: torch.Tensor | None
+    map_dim: int
+    hull: torch.Tensor
+    visible: torch.Tensor
+
+    @property
+    def differentiable(self) -> tuple[torch.Tensor, ...]:
+        return self.query, self.key, self.value, self.differential_lambda
+
+    @property
+    def scaling(self) -> float:
+        return self.map_dim**-0.5
+
+
+def inputs(
+    variant: str, kind: str, *, n: int, m: int, width: int = 64, h: int = 2, h_kv: int = 2,
+    dtype: torch.dtype = torch.float32,
+) -> Inputs:  # fmt: skip
+    """Two random texts. Queries and values are views of [b, n, heads, D], keys are the beginning of a longer cache."""
+    generator = torch.Generator().manual_seed(n + m)
+    query = torch.randn(2, n, 2 * h, width, generator=generator).to(DEVICE, dtype).transpose(1, 2)
+    cache = torch.randn(2, h_kv, m + 9, width, generator=generator).to(DEVICE, dtype)
+    value = torch.randn(2, m, h_kv, width, generator=generator).to(DEVICE, dtype).transpose(1, 2)
+    lam = torch.rand((1,) if variant == "v1" else (2, n, h, 1), generator=generator).to(DEVICE) + 0.2
+    map_dim = width
+    if variant == "v1":
+        map_dim = width // 2
+        query[:, 0::2, :, map_dim:] = query[:, 1::2, :, :map_dim] = NAN
+    intervals, j = bounds(kind, n, m), torch.arange(m)
+    visible = torch.ones(2, n, m, dtype=torch.bool).tril(m - n)
+    if intervals is not None:
+        visible = (j >= intervals[:, 0, :, :1]) & (j < intervals[:, 0, :, 1:])
+    seen = visible.any(1)
+    hull = (seen.cumsum(1) > 0) & (seen.flip(1).cumsum(1).flip(1) > 0)  # from the first to the last key that is seen
+    cache[:, :, m:] = NAN
+    for tensor in (cache[:, :, :m], value):
+        tensor.transpose(1, 2)[~hull] = NAN
+    return Inputs(
+        *(x.requires_grad_() for x in (query, cache[:, :, :m], value, lam)),
+        None if intervals is None else intervals.to(DEVICE),
+        map_dim,
+        hull.to(DEVICE),
+        visible.to(DEVICE),
+    )
+
+
+def true_outputs(given: Inputs, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Output and gradients by the formulas, head by head, computed in `dtype`."""
+    query, key, value, lam = (x.detach().to(dtype).requires_grad_() for x in given.differentiable)
+    first, second = slice(given.map_dim), slice(query.shape[-1] - given.map_dim, None)  # halves in V1
+    group = query.shape[1] // 2 // key.shape[1]
+    rows = []
+    for i in range(2):
+        heads = []
+        for head in range(query.shape[1] // 2):
+            k, v = (x[i, head // group].where(given.hull[i, :, None], 0) for x in (key, value))
+            map1 = reference.softmax_map(query[i, 2 * head, :, first], k[:, first], given.visible[i])
+            map2 = reference.softmax_map(query[i, 2 * head + 1, :, second], k[:, second], given.visible[i])
+            heads.append((map1 - (lam if lam.dim() == 1 else lam[i, :, head]) * map2) @ v)
+        rows.append(torch.stack(heads, dim=1))
+    return with_gradients(torch.stack(rows), (query, key, value, lam))
+
+
+def flash_outputs(given: Inputs) -> dict[str, torch.Tensor]:
+    """Output and gradients of the kernels."""
+    with nan_in_new_memory():
+        output = differential_flash(*given.differentiable, given.bounds, given.map_dim, given.scaling)
+        return with_gradients(output, given.differentiable)
+
+
+def with_gradients(output: torch.Tensor, leaves: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+    direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(5)).to(output)
+    gradients = torch.autograd.grad(output, leaves, direction)
+    return dict(zip(NAMES, (output.detach(), *gradients), strict=True))
+
+
+@contextmanager
+def nan_in_new_memory() -> Iterator[None]:
+    """Torch fills what it allocates with NaN, and refuses operations whose result is not the same in every run."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1, device=DEVICE).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def errors(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
+    """max|ours - truth| / max|truth|, NaN if a value is not finite."""
+    return {
+        name: ((ours[name].double() - truth[name].double()).abs().max() / truth[name].double().abs().max()).item()
+        for name in truth
+    }
+
+
+def exceeding(ours: dict[str, float], allowed: dict[str, float]) -> dict[str, tuple[float, float]]:
+    return {name: (error, allowed[name]) for name, error in ours.items() if not error <= allowed[name]}
+
+
+def assert_equal_to_the_formulas(given: Inputs) -> None:
+    """In float32: within 1e-5. In half precision: at most twice what plain PyTorch loses."""
+    ours, truth = flash_outputs(given), true_outputs(given, torch.float64)
+    assert ours["output"].dtype == given.query.dtype
+    if given.query.dtype == torch.float32:
+        allowed = dict.fromkeys(truth, 1e-5)
+    else:
+        plain = errors(true_outputs(given, given.query.dtype), truth)
+        allowed = {name: 2 * error for name, error in plain.items()}
+    assert exceeding(errors(ours, truth), allowed) == {}
+
+
+@pytest.fixture(autouse=True)
+def patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter patches its language again whenever a kernel calls a function, most of the time of all."""
+    if module.HAS_TRITON and DEVICE == "cpu":
+        from triton.runtime.interpreter import InterpretedFunction
+
+        call, patched = InterpretedFunction.__call__, set()
+
+        def call_patched_once(self: InterpretedFunction, *given: object, **options: object) -> object:
+            names = id(self.fn.__globals__)
+            if names in patched:
+                return self.rewrite()(*given, **options)
+            patched.add(names)
+            return call(self, *given, **options)
+
+        monkeypatch.setattr(InterpretedFunction, "__call__", call_patched_once)
+
+
+# --- outputs and gradients ------------------------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_output_and_every_gradient_equal_the_formulas(variant: str, kind: str) -> None:
+    assert_equal_to_the_formulas(inputs(variant, kind, n=35, m=70))
+
+
+@needs_triton
+@pytest.mark.parametrize(("h", "h_kv"), [(1, 1), (4, 2), (3, 1)], ids=["MHA", "groups of 2", "groups of 3"])
+@pytest.mark.parametrize("width", [96, 128])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_widths_and_groups_equal_the_formulas(variant: str, width: int, h: int, h_kv: int) -> None:
+    assert_equal_to_the_formulas(inputs(variant, "left", n=27, m=34, width=width, h=h, h_kv=h_kv))
+
+
+@needs_triton
+@pytest.mark.parametrize(("n", "m"), [(1, 40), (64, 64), (33, 97)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_query_whole_blocks_and_one_more_equal_the_formulas(variant: str, n: int, m: int) -> None:
+    assert_equal_to_the_formulas(inputs(variant, "causal", n=n, m=m, h=3, h_kv=1))
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", ["causal", "random"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_float16_loses_at_most_twice_what_plain_float16_loses(variant: str, kind: str) -> None:
+    # Triton's interpreter multiplies no bfloat16: that is compared on a GPU
+    assert_equal_to_the_formulas(inputs(variant, kind, n=70, m=140, h=2, h_kv=1, dtype=torch.float16))
+
+
+@needs_triton
+def test_large_scores_do_not_overflow() -> None:
+    given = inputs("v2", "left", n=20, m=40)
+    with torch.no_grad():
+        given.query.mul_(1000)
+    assert exceeding(errors(flash_outputs(given), true_outputs(given, torch.float64)), dict.fromkeys(NAMES, 1e-3)) == {}
+
+
+@needs_triton
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_have_equal_bits_in_every_run(variant: str) -> None:
+    given = inputs(variant, "causal", n=40, m=40, h=4, h_kv=2)
+    first, second = flash_outputs(given), flash_outputs(given)
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+@needs_triton
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_strides_change_nothing(variant: str) -> None:
+    given = inputs(variant, "window", n=20, m=45)
+    dense = Inputs(
+        *(x.detach().contiguous().requires_grad_() for x in given.differentiable),
+        given.bounds, given.map_dim, given.hull, given.visible,
+    )  # fmt: skip
+    assert not any(x.is_contiguous() for x in (given.query, given.key, given.value))
+    first, second = flash_outputs(given), flash_outputs(dense)
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+# --- inference ------------------------------------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_without_gradients_the_output_is_the_same_and_nothing_is_saved(variant: str) -> None:
+    given = inputs(variant, "causal", n=45, m=60)
+    with nan_in_new_memory(), torch.no_grad():
+        output, *saved = module._forward(*given.differentiable, None, given.map_dim, given.scaling, False)
+        public = differential_flash(*given.differentiable, None, given.map_dim, given.scaling)
+    assert torch.equal(output, flash_outputs(given)["output"])
+    assert torch.equal(output, public)
+    assert [tensor.numel() for tensor in saved] == [0, 0]
+
+
+@needs_triton
+@pytest.mark.parametrize("splits", [2, 7])
+@pytest.mark.parametrize("kind", ["causal", "static cache", "random"])
+@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_split_keys_give_the_same_output(
+    variant: str, n: int, kind: str, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = inputs(variant, kind, n=n, m=150, h=4, h_kv=2)
+    asked = []
+    monkeypatch.setattr(module, "split_count", lambda *arguments: asked.append(arguments) or splits)
+    with nan_in_new_memory(), torch.no_grad():
+        output = differential_flash(*given.differentiable, given.bounds, given.map_dim, given.scaling)
+    truth = true_outputs(given, torch.float64)["output"]
+    assert [m for m, *_ in asked] == [150]
+    assert (output - truth).abs().max() <= 1e-5 * truth.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("m", "programs", "splits"),
+    [(100, 8, 1), (8192, 8, 32), (8192, 32, 8), (131072, 8, 33), (131072, 1, 64), (8192, 264, 1), (8192, 1000, 1)],
+)
+def test_keys_are_split_until_each_processor_has_two_programs(m: int, programs: int, splits: int) -> None:
+    assert split_count(m, programs, processors=132) == splits
+
+
+# --- torch ----------------------------------------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_torchs_own_checks_of_the_operations_pass(variant: str) -> None:
+    given = inputs(variant, "window", n=6, m=20)
+    query = given.query.detach().nan_to_num().requires_grad_()
+    arguments = (query, *given.differentiable[1:], given.bounds, given.map_dim, given.scaling)
+    for save in (False, True):
+        tensors = [x.detach() if isinstance(x, torch.Tensor) and not save else x for x in arguments]
+        torch.library.opcheck(module._forward, (*tensors, save))
+    with torch.no_grad():
+        output, outputs, lse = module._forward(*arguments, True)
+        torch.library.opcheck(module._backward, (output, *arguments[:5], outputs, lse, *arguments[5:]))
+
+
+@needs_triton
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_compiles_without_breaks(variant: str, backend: str) -> None:
+    given = inputs(variant, "left", n=20, m=30)
+
+    def attention(*tensors: torch.Tensor) -> torch.Tensor:
+        return 2 * differential_flash(*tensors, given.bounds, given.map_dim, given.scaling)
+
+    compiled = torch.compile(attention, fullgraph=True, backend=backend)
+    expected = with_gradients(attention(*given.differentiable), given.differentiable)
+    assert exceeding(
+        errors(with_gradients(compiled(*given.differentiable), given.differentiable), expected),
+        dict.fromkeys(expected, 1e-6),
+    ) == {}  # fmt: skip
+    with torch.no_grad():
+        assert torch.equal(compiled(*given.differentiable), expected["output"])
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 200])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_cuda_graph_replays_it(variant: str, n: int) -> None:
+    given = inputs(variant, "static cache", n=n, m=3000, dtype=torch.bfloat16)
+    arguments = (*given.differentiable, given.bounds, given.map_dim, given.scaling)
+    with torch.no_grad():
+        differential_flash(*arguments)  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = differential_flash(*arguments)
+        given.bounds[..., 1] -= 500
+        given.query.mul_(0.5)
+        graph.replay()
+        assert torch.equal(output, differential_flash(*arguments))
+
+
+def imported_as(name: str) -> ModuleType:
+    """The module's file, imported once more under another name."""
+    spec = importlib.util.spec_from_file_location(name, module.__file__)
+    assert spec is not None
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
+
+
+@needs_triton
+def test_the_file_works_under_two_names_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = inputs("v1", "causal", n=5, m=5)
+    output = flash_outputs(given)["output"]
+    copy = imported_as("transformers_modules.some-model.differential_flash")
+    assert copy._forward is not module._forward
+    monkeypatch.setattr(sys.modules[__name__], "differential_flash", copy.differential_flash)
+    assert torch.equal(flash_outputs(given)["output"], output)
+
+
+def test_without_triton_it_can_be_imported_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    copy = imported_as("without_triton.differential_flash")
+    given = inputs("v1", "causal", n=5, m=5)
+    assert not copy.HAS_TRITON
+    with pytest.raises(ImportError, match="needs triton"):
+        copy.differential_flash(*given.differentiable, None, given.map_dim, given.scaling)
+
+
+WRONG = {
+    "float64": ({"query": torch.zeros(2, 4, 5, 64).double()}, "one dtype, float16, bfloat16 or float32, got .*float64"),
+    "two dtypes": ({"key": torch.zeros(2, 2, 5, 64).half()}, "of one dtype, .* got torch.float32, torch.float16"),
+    "odd maps": ({"query": torch.zeros(2, 3, 5, 64)}, r"\[b, 2h, n, D\].*got \(2, 3, 5, 64\)"),
+    "heads without keys": ({"query": torch.zeros(2, 6, 5, 64)}, "h divisible by h_kv"),
+    "other values": ({"value": torch.zeros(2, 2, 6, 64)}, r"got .*\(2, 2, 6, 64\)"),
+    "map_dim": ({"map_dim": 16}, "map_dim D or D/2, got 64 and 16"),
+    "stride": ({"query": torch.zeros(2, 4, 64, 5).transpose(2, 3)}, "last dimension .* contiguous"),
+    "dtype of λ": ({"differential_lambda": torch.zeros(1).half()}, "λ must be float32, .*got torch.float16"),
+    "shape of λ": ({"differential_lambda": torch.zeros(2, 5, 1)}, r"\[2, 5, 2, 1\], got torch.float32, \[2, 5, 1\]"),
+    "fewer keys": ({"query": torch.zeros(2, 4, 6, 64)}, "a key for each of the 6 queries, got 5 keys"),
+    "dtype of bounds": ({"bounds": torch.zeros(2, 1, 5, 2).long()}, "Bounds must be int32, .*got torch.int64"),
+    "shape of bounds": ({"bounds": torch.zeros(2, 5, 2).int()}, r"\[2, 1, 5, 2\], got torch.int32, \[2, 5, 2\]"),
+    "scaling": ({"scaling": 0.0}, "must be positive, got 0.0"),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize(("wrong", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_inputs_are_refused(wrong: dict[str, object], message: str) -> None:
+    right = {
+        "query": torch.zeros(2, 4, 5, 64),
+        "key": torch.zeros(2, 2, 5, 64),
+        "value": torch.zeros(2, 2, 5, 64),
+        "differential_lambda": torch.zeros(1),
+        "bounds": None,
+        "map_dim": 32,
+        "scaling": 1.0,
+    }
+    with pytest.raises(ValueError, match=message):
+        differential_flash(**right | wrong)
+
+
+# --- on a GPU: half precision, real sizes ---------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("h", "h_kv"), [(2, 2), (6, 2)], ids=["MHA", "groups of 3"])
+@pytest.mark.parametrize("width", [64, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_longer_texts_equal_the_formulas(
+    variant: str, kind: str, width: int, h: int, h_kv: int, dtype: torch.dtype
+) -> None:
+    assert_equal_to_the_formulas(inputs(variant, kind, n=333, m=701, width=width, h=h, h_kv=h_kv, dtype=dtype))
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n", [1, 3, 16])
+@pytest.mark.parametrize(("h", "h_kv"), [(2, 2), (14, 2)], ids=["MHA", "groups of 7"])
+@pytest.mark.parametrize("width", [64, 96, 128, 256])
+@pytest.mark.parametrize("kind", ["causal", "left", "static cache"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_decoding_from_long_caches_equals_the_formulas(
+    variant: str, kind: str, width: int, h: int, h_kv: int, n: int, dtype: torch.dtype
+) -> None:
+    given = inputs(variant, kind, n=n, m=5000, width=width, h=h, h_kv=h_kv, dtype=dtype)
+    with nan_in_new_memory():
+        output = differential_flash(*given.differentiable, given.bounds, given.map_dim, given.scaling)
+    with torch.enable_grad():
+        truth, plain = (true_outputs(given, kind)["output"].double() for kind in (torch.float64, dtype))
+    assert (output - truth).abs().max() <= 2 * (plain - truth).abs().max()
