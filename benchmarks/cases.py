@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import attention, models
 from benchmarks.measure import Step
-from benchmarks.peers import ARCHITECTURES, Architecture, Setting
+from benchmarks.peers import ARCHITECTURES, Architecture, Peer, Setting
 
 
 Sizes = tuple[int, Sequence[int]]
@@ -29,6 +29,7 @@ class Case:
         cpu: sizes on the CPU if nothing else is said.
         cuda: sizes on a GPU.
         architectures: to which it applies.
+        without: attention functions that cannot compute it.
         floor: which step's cost by arithmetic is told: see `cost.units`.
     """
 
@@ -40,7 +41,12 @@ class Case:
     cpu: Sizes
     cuda: Sizes
     architectures: tuple[Architecture, ...] = ARCHITECTURES
+    without: tuple[str, ...] = ()
     floor: str | None = None
+
+    def applies(self, peer: Peer) -> bool:
+        """Whether a peer can do it."""
+        return peer.architecture in self.architectures and peer.implementation not in self.without
 
 
 def processed(setting: Setting) -> int:
@@ -82,7 +88,7 @@ CASES = {
              cpu=(1, [512]), cuda=(8, [2048])),
         Case("generate/continuous", "continuous batching: `generate_batch`",
              step=models.continuous, **GENERATED, cpu=(4, [512]), cuda=(32, [2048]),
-             architectures=("llama", "v1", "v2")),
+             architectures=("llama", "v1", "v2"), without=("diff_fused",)),
     )
 }  # fmt: skip
 """By name."""

@@ -89,7 +89,7 @@ def measure(case: Case, setting: Setting, compared: Sequence[Peer], rounds: int,
         rounds: how often each is timed.
         clock: measures a call in seconds; wall-clock time by default.
     """
-    steps, refused = prepare(case, setting, [peer for peer in compared if peer.architecture in case.architectures])
+    steps, refused = prepare(case, setting, [peer for peer in compared if case.applies(peer)])
     if REFERENCE not in steps:
         return Result(case, setting, {}, refused)
     first, peaks = {}, {}
