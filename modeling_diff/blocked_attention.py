@@ -4,7 +4,7 @@
 
 Both maps of a block are made whole, so that they are subtracted before they meet the values. A head of V1 then costs
 what two heads of a Transformer do, two products of width d for the scores and one of width D with the values, and half
-of what the padded call costs. A block's maps fit into a core's cache, and backward makes them again.
+of what the padded call costs. A block's maps fit into a processor's cache, and backward makes them again.
 
 Letters in shapes: b batch, n tokens, m keys, h differential heads, d width of one map's query and key, D width of
 values; B is b times the key/value heads and g how many differential heads share one of these.
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 
-ROWS = 64
+ROWS = 128
 """Queries of a block: enough for fast products, few enough that causal blocks end near the diagonal."""
 
-BLOCK = 2**18
-"""Numbers of a block's map, 1 MiB in float32, unless one head has more."""
+BLOCK = 2**20
+"""Numbers of a block's map, 4 MiB in float32, unless one head has more."""
 
 
 class Block:

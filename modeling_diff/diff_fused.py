@@ -3,8 +3,8 @@
 """The attention implementation `diff_fused`: both maps are subtracted inside it.
 
 Other implementations compute what they know, each map's output, and the model subtracts these. This one is registered
-with transformers like any other, takes the same call and gives their difference, for about half of the work. Where it
-cannot be used, it is transformers' `sdpa`.
+with transformers like any other, takes the same call and gives their difference, for about half of the work: on CPUs by
+blocks in plain PyTorch, on GPUs by kernels in Triton. Where neither can be used, it is transformers' `sdpa`.
 """
 
 from typing import Any
@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from .blocked_attention import blocked_attention
+from .differential_flash import DTYPES, HAS_TRITON, differential_flash
 
 
 NAME = "diff_fused"  # transformers takes every name with `flash` in it for the package of that name
@@ -42,6 +43,41 @@ def is_blocked(
     )
 
 
+def on_gpu(device: torch.device | str) -> bool:
+    """Whether a device runs kernels in Triton."""
+    return HAS_TRITON and torch.device(device).type == "cuda"
+
+
+def is_flash(query: torch.Tensor, bounds: torch.Tensor | None, dropout: float, options: dict[str, Any]) -> bool:
+    """Whether `differential_flash` can compute a call; as in `is_blocked`, but for `bounds`, which are not a mask."""
+    return (
+        on_gpu(query.device)
+        and query.dtype in DTYPES
+        and query.numel() > 0
+        and query.shape[-1] in range(32, 257, 2)
+        and dropout == 0
+        and (bounds is None or is_bounds(bounds))
+        and all(options.get(name) is None for name in ("cache", "is_causal", "position_bias"))
+        and not torch.jit.is_tracing()
+    )
+
+
+def is_bounds(mask: torch.Tensor) -> bool:
+    """Whether what came as a mask is what `diff_fused_mask` makes for GPUs."""
+    return mask.dtype == torch.int32
+
+
+def diff_fused_mask(*args: Any, device: torch.device | str = "cpu", **kwargs: Any) -> torch.Tensor | None:
+    """The mask of `sdpa`, or for a GPU, since causal masks, windows, padding and packed sequences let a query see an
+    interval of keys, its beginning and its end: [b, 1, n, 2] in int32, which no layer has to search for again."""
+    mask = sdpa_mask(*args, device=device, **kwargs)
+    if mask is None or not on_gpu(device):
+        return mask
+    seen = mask.any(-1)
+    start, left = mask.byte().argmax(-1), mask.flip(-1).byte().argmax(-1)
+    return torch.stack((start * seen, (mask.shape[-1] - left) * seen), dim=-1).int()
+
+
 def diff_fused_attention_forward(
     module: Any,
     query: torch.Tensor,
@@ -59,7 +95,8 @@ def diff_fused_attention_forward(
     Args:
         module: `DiffLlamaAttention`.
         query: [b, 2h, n, D]. key, value: [b, key/value heads, m, D].
-        attention_mask: as `sdpa` takes it: `None` where one query sees every key, or each those up to its own.
+        attention_mask: what `diff_fused_mask` makes, or a mask that `sdpa` takes. `None`: one query sees every key, and
+            each of several those up to its own.
         scaling: of the scores.
         dropout: of the maps.
         differential_lambda: λ, [1] or [b, n, h, 1].
@@ -68,14 +105,19 @@ def diff_fused_attention_forward(
     Returns:
         [b, n, h, D], or from `sdpa` [b, n, 2h, D]; and `None`, for there are no maps to show.
     """
-    if not is_blocked(query, attention_mask, dropout, kwargs):
+    blocked = is_blocked(query, attention_mask, dropout, kwargs)
+    if not (blocked or is_flash(query, attention_mask, dropout, kwargs)):
+        if attention_mask is not None and is_bounds(attention_mask):
+            keys = torch.arange(key.shape[2], device=key.device)
+            attention_mask = (keys >= attention_mask[..., :1]) & (keys < attention_mask[..., 1:])
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     n = query.shape[2]
     if attention_mask is None and 1 < n < key.shape[2]:  # the room of a static cache behind the prompt
         key, value = key[:, :, :n], value[:, :, :n]
-    return blocked_attention(query, key, value, differential_lambda, attention_mask, module.map_dim, scaling), None
+    compute = blocked_attention if blocked else differential_flash
+    return compute(query, key, value, differential_lambda, attention_mask, module.map_dim, scaling), None
 
 
 def chosen(
@@ -101,4 +143,4 @@ def chosen(
 
 
 AttentionInterface.register(NAME, diff_fused_attention_forward)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, diff_fused_mask)

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import batch
+from cases import KINDS, batch
 from tiny import EVERY_FEATURE, VARIANTS, tiny_model, tokens
+from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
 from diffllama.modeling_diff import diff_fused
 from diffllama.modeling_diff.diff_fused import NAME, chosen
@@ -125,3 +126,89 @@ def test_continuous_batching_runs_as_before() -> None:
     model.generation_config.max_new_tokens, model.generation_config.do_sample = 6, False
     outputs = model.generate_batch([prompt[0].tolist()])
     assert [output.generated_tokens for output in outputs.values()] == [expected]
+
+
+# --- as on a GPU: kernels in Triton's interpreter --------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Has the CPU taken for a GPU; how many queries each call of the kernels had."""
+    if not diff_fused.HAS_TRITON:
+        pytest.skip("needs triton")
+    calls: list[int] = []
+
+    def count(query: torch.Tensor, *arguments: Any, compute: Any = diff_fused.differential_flash) -> torch.Tensor:
+        calls.append(query.shape[2])
+        return compute(query, *arguments)
+
+    monkeypatch.setattr(diff_fused, "differential_flash", count)
+    monkeypatch.setattr(diff_fused, "on_gpu", lambda device: True)
+    monkeypatch.setattr(diff_fused, "is_blocked", lambda *call: False)
+    return calls
+
+
+WINDOW = {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
+
+
+@pytest.mark.parametrize("fields", [{}, WINDOW], ids=["full", "window of 4"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kernels_give_the_models_logits_and_gradients(
+    variant: str, kind: str, fields: dict[str, Any], kernels: list[int]
+) -> None:
+    model, given, input_ids = tiny_model(variant, head_dim=32, **fields), batch(kind, 13), tokens(2, 13)
+    results = []
+    for implementation in (NAME, "eager"):
+        model.set_attn_implementation(implementation)
+        logits = model(
+            input_ids, attention_mask=given.attention_mask, position_ids=given.position_ids, use_cache=False
+        ).logits[given.real]
+        weights = list(model.parameters())
+        results.append([logits, *torch.autograd.grad(logits.square().sum(), weights)])
+    assert kernels == [13, 13]
+    for ours, truth in zip(*results, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-5 * truth.abs().max().item())
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kernels_write_what_eager_does(variant: str, cache: str, kernels: list[int]) -> None:
+    model, given = tiny_model(variant, head_dim=32, attn_implementation=NAME), batch("left", 9)
+    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    written = []
+    for implementation in (NAME, "eager"):
+        model.set_attn_implementation(implementation)
+        written.append(model.generate(tokens(2, 9), attention_mask=given.attention_mask, **options))
+    assert torch.equal(*written)
+    assert kernels[:2] == [9, 9]
+    assert set(kernels[2:]) == {1}
+
+
+@pytest.mark.parametrize("padding", [None, [[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]]], ids=["no padding", "padding"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("first", "queries"), [(0, 6), (4, 2)])
+def test_bounds_say_what_the_mask_does(
+    first: int, queries: int, window: int | None, padding: list[list[int]] | None, kernels: list[int]
+) -> None:
+    function = sliding_window_causal_mask_function(window) if window else causal_mask_function
+    attention_mask = None if padding is None else torch.tensor(padding, dtype=torch.bool)
+    size = {"batch_size": 2, "q_length": queries, "kv_length": 6, "q_offset": first, "allow_is_causal_skip": False}
+    mask = sdpa_mask(**size, mask_function=function, attention_mask=attention_mask)
+    bounds = diff_fused.diff_fused_mask(**size, mask_function=function, attention_mask=attention_mask)
+    assert mask is not None
+    assert bounds is not None
+    assert (bounds.dtype, bounds.shape) == (torch.int32, (2, 1, queries, 2))
+    keys = torch.arange(6)
+    assert torch.equal((keys >= bounds[..., :1]) & (keys < bounds[..., 1:]), mask)
+
+
+def test_with_dropout_bounds_become_a_mask_of_sdpa(kernels: list[int]) -> None:
+    model, given = tiny_model("v1", head_dim=32, attention_dropout=0.1).train(), batch("left", 9)
+    losses = []
+    for implementation in (NAME, "sdpa"):
+        model.set_attn_implementation(implementation)
+        torch.manual_seed(0)
+        losses.append(model(tokens(2, 9), attention_mask=given.attention_mask, labels=tokens(2, 9)).loss)
+    assert torch.equal(*losses)
+    assert kernels == []

@@ -109,8 +109,11 @@ class Run:
             for event in self.events
             if event.file is not None
             and not event.importing
-            # class statements: transformers makes dataclasses of configurations and evaluates annotations
-            and not (event.name in ("compile", "exec") and event.asked in ("dataclasses", "typing"))
+            # class statements: transformers makes dataclasses of configurations and evaluates annotations; torch makes
+            # one for every operator that is registered
+            and not (
+                event.name in ("compile", "exec", "object.__setattr__") and event.asked in ("dataclasses", "typing")
+            )
             # transformers reads the source of a model that is made, to see what it supports
             and not (
                 event.asked in ("tokenize", "transformers.modeling_utils")
