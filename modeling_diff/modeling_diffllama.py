@@ -39,6 +39,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .blocked_attention import blocked_attention  # noqa: F401 # transformers 5.6 copies only what is imported here
 from .configuration_diffllama import DiffLlamaConfig
 from .diff_fused import chosen
 from .differential_attention import (
@@ -51,6 +52,7 @@ from .differential_attention import (
     pad_queries,
     vector_lambda,
 )
+from .differential_flash import differential_flash  # noqa: F401 # likewise
 
 
 HEAD_NORM_EPS = 1e-5  # as in microsoft/unilm's modules; the layers' own is `config.rms_norm_eps`

@@ -19,6 +19,7 @@ from diffllama.modeling_diff import differential_flash as module
 from diffllama.modeling_diff.differential_flash import differential_flash, split_count
 
 
+pytestmark = pytest.mark.slow  # and the same with every transformers
 needs_triton = pytest.mark.skipif(not module.HAS_TRITON, reason="needs triton: pip install triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -272,13 +272,11 @@ class TestSource:
     def test_the_loader_finds_its_relative_imports_and_takes_no_other_line_for_one(self, source: Path) -> None:
         assert set(get_relative_imports(source)) == {module for level, module, _ in imports(source) if level}
 
-    def test_the_modeling_file_reaches_every_file(self) -> None:
-        reached, ahead = set(), ["modeling_diffllama"]
-        while ahead:
-            reached.add(name := ahead.pop())
-            path = SOURCES[0].parent / f"{name}.py"
-            ahead += [module for level, module, _ in imports(path) if level and module not in reached]
-        assert reached == {f.stem for f in SOURCES}
+    def test_the_modeling_file_imports_every_other_one(self) -> None:
+        """transformers 5.6 copies what a file imports, and not what that imports."""
+        path = SOURCES[0].parent / "modeling_diffllama.py"
+        imported = {module for level, module, _ in imports(path) if level}
+        assert imported == {f.stem for f in SOURCES} - {path.stem}
 
     def test_absolute_imports_are_torch_transformers_hub_or_standard_library(self, source: Path) -> None:
         allowed = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_names}
