@@ -127,19 +127,11 @@ class BlockedAttention(torch.autograd.Function):
     """O = (A1 - λ·A2) V and its gradients. See `blocked_attention`."""
 
     @staticmethod
-    def forward(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        differential_lambda: torch.Tensor,
-        mask: torch.Tensor | None,
-        map_dim: int,
-        scaling: float,
-    ) -> torch.Tensor:
-        """[b, n, h, D]."""
-        views = Views(query, key, value, differential_lambda, mask, map_dim, scaling)
+    def forward(*call: Any) -> torch.Tensor:
+        """[b, n, h, D], of what `Views` takes."""
+        views = Views(*call)
         b, key_value_heads, groups, n, _, width = views.shape
-        output = value.new_empty(b * key_value_heads, groups, n, width)
+        output = views.values.new_empty(b * key_value_heads, groups, n, width)
         memory = views.memory(2)
         for block in views.blocks():
             maps, second = (views.softmax_map(which, block, memory[which]) for which in (0, 1))
@@ -157,7 +149,7 @@ class BlockedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of query, key, value and λ."""
-        return (*BlockedGradients.apply(*ctx.saved_tensors, ctx.map_dim, ctx.scaling, gradient), None, None, None)
+        return (*BlockedGradients.apply(gradient, *ctx.saved_tensors, ctx.map_dim, ctx.scaling), None, None, None)
 
 
 class BlockedGradients(torch.autograd.Function):
@@ -167,18 +159,10 @@ class BlockedGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        differential_lambda: torch.Tensor,
-        mask: torch.Tensor | None,
-        map_dim: int,
-        scaling: float,
-        gradient: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        """Of query, key, value and λ, from that of the output [b, n, h, D]."""
-        views = Views(query, key, value, differential_lambda, mask, map_dim, scaling)
+    def forward(gradient: torch.Tensor, *call: Any) -> tuple[torch.Tensor, ...]:
+        """Of query, key, value and λ, from that of the output [b, n, h, D] and what `Views` takes."""
+        query, key, value, differential_lambda, _, map_dim, scaling = call
+        views = Views(*call)
         groups, width = views.shape[2], views.shape[5]
         gradient = views.by_head(gradient)
         of_lambda = torch.empty_like(views.differential_lambda, memory_format=torch.contiguous_format)

@@ -21,6 +21,16 @@ from .differential_flash import DTYPES, HAS_TRITON, differential_flash
 NAME = "diff_fused"  # transformers takes every name with `flash` in it for the package of that name
 
 
+def is_ordinary(query: torch.Tensor, dropout: float, options: dict[str, Any]) -> bool:
+    """Whether a call asks for nothing that only `sdpa` computes. Arguments as in `is_blocked`."""
+    return (
+        query.numel() > 0
+        and dropout == 0
+        and all(options.get(name) is None for name in ("cache", "is_causal", "position_bias"))
+        and not torch.jit.is_tracing()
+    )
+
+
 def is_blocked(
     query: torch.Tensor, attention_mask: torch.Tensor | None, dropout: float, options: dict[str, Any]
 ) -> bool:
@@ -35,11 +45,9 @@ def is_blocked(
     return (
         query.device.type == "cpu"
         and query.dtype in (torch.float32, torch.float64)
-        and query.numel() > 0
-        and dropout == 0
+        and is_ordinary(query, dropout, options)
         and (attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1))
-        and all(options.get(name) is None for name in ("cache", "is_causal", "position_bias"))
-        and not (torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or torch.jit.is_tracing())
+        and not (torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
     )
 
 
@@ -53,12 +61,9 @@ def is_flash(query: torch.Tensor, bounds: torch.Tensor | None, dropout: float, o
     return (
         on_gpu(query.device)
         and query.dtype in DTYPES
-        and query.numel() > 0
+        and is_ordinary(query, dropout, options)
         and query.shape[-1] in range(32, 257, 2)
-        and dropout == 0
         and (bounds is None or is_bounds(bounds))
-        and all(options.get(name) is None for name in ("cache", "is_causal", "position_bias"))
-        and not torch.jit.is_tracing()
     )
 
 
