@@ -13,7 +13,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from benchmarks.correctness import SAMPLES, Tensors, compare
+from benchmarks.correctness import CHECKED_LENGTH, SAMPLES, Tensors, compare
 from benchmarks.measure import Step
 from benchmarks.peers import Architecture, Setting, configuration, llama
 from diffllama.modeling_diff.differential_attention import combine_maps, join_keys, pad_queries
@@ -22,9 +22,6 @@ from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention, eager
 
 CHECKED_QUERIES = 32
 """A forward is checked at so many queries of the sequence, the first and the last among them."""
-
-CHECKED_LENGTH = 777
-"""Gradients are checked at this length, or at the timed one if it is less: plain PyTorch keeps whole maps."""
 
 
 class Attention:

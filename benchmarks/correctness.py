@@ -16,6 +16,8 @@ TOLERANCE = {"output": 1e-4, "gradient": 1e-3}
 FACTOR = {"output": 2, "gradient": 3}
 """In lower precision: the largest error, in those of plain PyTorch in the same precision."""
 
+CHECKED_LENGTH = 777
+"""What needs whole maps in plain PyTorch is checked at this length, or at the timed one if it is less."""
 
 SAMPLES = 12
 """In lower precision, gradients of so many inputs are compared: that of λ is one number, and one computation may have

@@ -9,10 +9,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
-import transformers
 
-from diffllama import __version__
-from diffllama.hub_cards.code import commit
+from diffllama.evaluation.runs import versions
 
 
 def processor() -> str:
@@ -32,9 +30,5 @@ def machine(device: str) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "diffllama": __version__,
-        "commit": commit(),
+        **versions(),
     }

@@ -14,13 +14,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from benchmarks.correctness import SAMPLES, Wrong, compare
+from benchmarks.correctness import CHECKED_LENGTH, SAMPLES, Wrong, compare
 from benchmarks.measure import Step
 from benchmarks.peers import Architecture, Setting, build
 
-
-CHECKED_LENGTH = 777
-"""What is not decoding is checked at this length or the timed one, if it is less: eager attention keeps whole maps."""
 
 CHECKED_CACHE = 8192
 """Decoding is checked after so many tokens of the cache, or after all if they are less."""
