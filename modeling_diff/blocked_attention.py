@@ -37,7 +37,9 @@ class Block:
 
 
 class Views:
-    """A call's tensors by key/value head.
+    """A call's tensors by key/value head, and both maps' side by side.
+
+    Maps that share keys are one product with twice the rows, those of V1, whose keys differ, two products.
 
     Args:
         query: [b, 2h, n, D], in V1 padded. key, value: [b, key/value heads, m, D].
@@ -58,12 +60,12 @@ class Views:
         scaling: float,
     ) -> None:
         (b, key_value_heads, m, width), n = key.shape, query.shape[2]
-        pairs = query.reshape(b * key_value_heads, -1, 2, n, width)
-        self.queries = pairs[:, :, 0, :, :map_dim], pairs[:, :, 1, :, width - map_dim :]  # [B, g, n, d]
-        key = key.reshape(-1, m, width)
-        self.keys = key[..., :map_dim], key[..., width - map_dim :]  # [B, m, d]
+        pairs = query.reshape(b * key_value_heads, -1, 2, n, width).transpose(1, 2)  # [B, 2, g, n, D]
+        halves = pairs[:, 0, ..., :map_dim], pairs[:, 1, ..., width - map_dim :]
+        self.queries = torch.stack(halves, dim=1)  # [B, 2, g, n, d]
+        self.keys = key.reshape(b * key_value_heads, m, -1, map_dim).transpose(1, 2).contiguous()  # [B, 2 or 1, m, d]
         self.values = value.reshape(-1, m, width)  # [B, m, D]
-        self.shape = b, key_value_heads, pairs.shape[1], n, m, width
+        self.shape = b, key_value_heads, pairs.shape[2], n, m, width
         self.differential_lambda = self.by_head(
             differential_lambda.expand(b, n, query.shape[1] // 2, 1)
         )  # [B, g, n, 1]
@@ -88,39 +90,46 @@ class Views:
                 seen = m if self.mask is not None else stop + m - n
                 yield Block(slice(first, min(first + heads, b * key_value_heads)), slice(start, stop), seen)
 
-    def memory(self, count: int) -> list[torch.Tensor]:
+    def memory(self, maps: int) -> torch.Tensor:
         """Room for so many maps of the largest block."""
-        size = max(self.size(block) for block in self.blocks())
-        return list(self.values.new_empty(count, size))
+        return self.values.new_empty(maps * max(self.size(block) for block in self.blocks()))
 
     def size(self, block: Block) -> int:
         """Numbers of a map."""
         heads, rows = block.heads.stop - block.heads.start, block.rows.stop - block.rows.start
         return heads * self.shape[2] * rows * block.seen
 
-    def place(self, memory: torch.Tensor, block: Block) -> torch.Tensor:
-        """A block's map in `memory`, [heads, g · rows, seen]."""
-        return memory[: self.size(block)].view(block.heads.stop - block.heads.start, -1, block.seen)
+    def place(self, memory: torch.Tensor, block: Block, maps: int = 2) -> torch.Tensor:
+        """A block's maps in `memory`, [heads, maps, g · rows, seen]."""
+        heads = block.heads.stop - block.heads.start
+        return memory[: maps * self.size(block)].view(heads, maps, -1, block.seen)
 
     def rows(self, tensor: torch.Tensor, block: Block) -> torch.Tensor:
         """A block of a tensor [B, g, n, x], [heads, g · rows, x]."""
         return tensor[block.heads, :, block.rows].flatten(1, 2)
 
-    def softmax_map(self, which: int, block: Block, memory: torch.Tensor) -> torch.Tensor:
-        """Softmax map 0 or 1 of a block, [heads, g · rows, seen]. A query that sees no key sees all alike."""
-        scores = self.place(memory, block)
-        query, key = self.rows(self.queries[which], block), self.keys[which][block.heads, : block.seen]
-        torch.baddbmm(scores, query, key.transpose(1, 2), beta=0, alpha=self.scaling, out=scores)
-        grouped = scores.unflatten(1, (self.shape[2], -1))  # [heads, g, rows, seen]
+    def factors(self, maps: torch.Tensor, block: Block) -> tuple[torch.Tensor, ...]:
+        """What the products of queries and keys are made of: a block's maps [products, rows, seen], its queries
+        [products, rows, d], and the keys that it sees, [products, seen, d]."""
+        keys = self.keys[block.heads, :, : block.seen].flatten(0, 1)
+        queries = self.queries[block.heads, :, :, block.rows].reshape(len(keys), -1, keys.shape[-1])
+        return maps.view(len(keys), -1, block.seen), queries, keys
+
+    def softmax_maps(self, block: Block, memory: torch.Tensor) -> torch.Tensor:
+        """Both softmax maps of a block, [heads, 2, g · rows, seen]. A query that sees no key sees all alike."""
+        maps = self.place(memory, block)
+        scores, queries, keys = self.factors(maps, block)
+        torch.baddbmm(scores, queries, keys.transpose(1, 2), beta=0, alpha=self.scaling, out=scores)
+        grouped = maps.unflatten(2, (self.shape[2], -1))  # [heads, 2, g, rows, seen]
         if self.mask is not None:
             batch = torch.arange(block.heads.start, block.heads.stop) // self.shape[1] % self.mask.shape[0]
-            hidden = ~self.mask[batch, :, block.rows]
-            grouped.masked_fill_(hidden, torch.finfo(scores.dtype).min)
+            hidden = ~self.mask[batch, :, None, block.rows]
+            grouped.masked_fill_(hidden, torch.finfo(maps.dtype).min)
         else:
-            rows = grouped.shape[2]
-            hidden = torch.ones(rows, rows, dtype=torch.bool, device=scores.device).triu(1)
+            rows = grouped.shape[3]
+            hidden = torch.ones(rows, rows, dtype=torch.bool, device=maps.device).triu(1)
             grouped[..., block.seen - rows :].masked_fill_(hidden, -torch.inf)
-        return torch.softmax(scores, dim=-1, out=scores)
+        return torch.softmax(maps, dim=-1, out=maps)
 
 
 class BlockedAttention(torch.autograd.Function):
@@ -134,7 +143,7 @@ class BlockedAttention(torch.autograd.Function):
         output = views.values.new_empty(b * key_value_heads, groups, n, width)
         memory = views.memory(2)
         for block in views.blocks():
-            maps, second = (views.softmax_map(which, block, memory[which]) for which in (0, 1))
+            maps, second = views.softmax_maps(block, memory).unbind(1)
             maps.addcmul_(second, views.rows(views.differential_lambda, block), value=-1)
             product = torch.bmm(maps, views.values[block.heads, : block.seen])
             output[block.heads, :, block.rows] = product.unflatten(1, (groups, -1))
@@ -166,34 +175,36 @@ class BlockedGradients(torch.autograd.Function):
         groups, width = views.shape[2], views.shape[5]
         gradient = views.by_head(gradient)
         of_lambda = torch.empty_like(views.differential_lambda, memory_format=torch.contiguous_format)
-        of_pairs = torch.zeros(
-            len(views.values), groups, 2, *gradient.shape[2:], dtype=query.dtype, device=query.device
-        )
-        of_key, of_values = torch.zeros_like(views.values), torch.zeros_like(views.values)
-        of_queries = of_pairs[:, :, 0, :, :map_dim], of_pairs[:, :, 1, :, width - map_dim :]
-        of_keys = of_key[..., :map_dim], of_key[..., width - map_dim :]
-        memory = views.memory(4)
+        of_queries = torch.empty_like(views.queries)
+        of_keys, of_values = torch.zeros_like(views.keys), torch.zeros_like(views.values)
+        first, second, third = views.memory(2), views.memory(2), views.memory(1)
         for block in views.blocks():
             seen = block.heads, slice(block.seen)
             of_output, lambdas = views.rows(gradient, block), views.rows(views.differential_lambda, block)
-            maps = [views.softmax_map(which, block, memory[which]) for which in (0, 1)]
-            of_maps, work = views.place(memory[2], block), views.place(memory[3], block)
-            torch.bmm(of_output, views.values[seen].transpose(1, 2), out=of_maps)
-            torch.addcmul(maps[0], maps[1], lambdas, value=-1, out=work)
-            of_values[seen].baddbmm_(work.transpose(1, 2), of_output)
-            for which in (0, 1):
-                torch.mul(maps[which], of_maps, out=work)
-                delta = work.sum(-1, keepdim=True)
-                work.addcmul_(maps[which], delta, value=-1)
-                if which == 1:
-                    work.mul_(-lambdas)
-                    of_lambda[block.heads, :, block.rows] = -delta.unflatten(1, (groups, -1))
-                of_query = torch.bmm(work, views.keys[which][seen])
-                of_queries[which][block.heads, :, block.rows] = of_query.unflatten(1, (groups, -1))
-                rows = views.rows(views.queries[which], block)
-                of_keys[which][seen].baddbmm_(work.transpose(1, 2), rows, alpha=scaling)
+            maps = views.softmax_maps(block, first)
+            work, of_maps = views.place(second, block), views.place(third, block, maps=1)
+            torch.bmm(of_output, views.values[seen].transpose(1, 2), out=of_maps.squeeze(1))
+            torch.addcmul(maps[:, 0], maps[:, 1], lambdas, value=-1, out=work[:, 0])
+            of_values[seen].baddbmm_(work[:, 0].transpose(1, 2), of_output)
+            torch.mul(maps, of_maps, out=work)
+            delta = work.sum(-1, keepdim=True)
+            work.addcmul_(maps, delta, value=-1)
+            work[:, 1].mul_(-lambdas)
+            of_lambda[block.heads, :, block.rows] = -delta[:, 1].unflatten(1, (groups, -1))
+            of_scores, queries, keys = views.factors(work, block)
+            into = of_queries[block.heads, :, :, block.rows]
+            into.copy_(torch.bmm(of_scores, keys).view(into.shape))
+            of_keys[block.heads, :, : block.seen].flatten(0, 1).baddbmm_(
+                of_scores.transpose(1, 2), queries, alpha=scaling
+            )
+        of_pairs = torch.zeros(
+            len(views.values), groups, 2, *gradient.shape[2:], dtype=query.dtype, device=query.device
+        )
+        torch.mul(of_queries[:, 0], scaling, out=of_pairs[:, :, 0, :, :map_dim])
+        torch.mul(of_queries[:, 1], scaling, out=of_pairs[:, :, 1, :, width - map_dim :])
+        of_key = of_keys.transpose(1, 2).reshape(key.shape)
         of_lambda = views.by_token(of_lambda).sum_to_size(differential_lambda.shape)
-        return of_pairs.mul_(scaling).view_as(query), of_key.view_as(key), of_values.view_as(value), of_lambda
+        return of_pairs.view_as(query), of_key, of_values.view_as(value), of_lambda
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -240,10 +251,11 @@ def one_query(
     mask: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    """One query: keys and values are read once. Padded queries read whole keys, for one product is faster than two."""
+    """One query: keys and values are read once. Padded queries read whole keys, for one product is faster than two, and
+    a product of few columns faster than one of few rows."""
     (b, key_value_heads, m, width), h = key.shape, query.shape[1] // 2
     query = query.reshape(b * key_value_heads, -1, width)
-    scores = torch.baddbmm(query.new_empty(()), query, key.reshape(-1, m, width).transpose(1, 2), beta=0, alpha=scaling)
+    scores = torch.bmm(key.reshape(-1, m, width), query.mul(scaling).transpose(1, 2)).transpose(1, 2).contiguous()
     if mask is not None:
         scores.unflatten(0, (b, -1)).masked_fill_(~mask, torch.finfo(scores.dtype).min)
     first, second = torch.softmax(scores, dim=-1).unflatten(1, (-1, 2)).unbind(2)  # [B, g, m]

@@ -18,7 +18,6 @@ import math
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 
 def exponential_lambda_init(layer_idx: int) -> float:
@@ -33,9 +32,10 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 def pad_queries(query: torch.Tensor) -> torch.Tensor:
     """[b, n, 2h, d] -> [b, n, 2h, 2d]: zeros after each first query of a pair and before each second one."""
-    d = query.shape[-1]
-    first, second = query.unflatten(-2, (-1, 2)).unbind(-2)
-    return torch.stack((F.pad(first, (0, d)), F.pad(second, (d, 0))), dim=-2).flatten(-3, -2)
+    pairs = query.unflatten(-2, (-1, 2))  # [b, n, h, 2, d]
+    quarters = pairs.new_zeros(*pairs.shape[:-2], 4, pairs.shape[-1])  # q1, 0, 0, q2
+    quarters[..., ::3, :] = pairs
+    return quarters.view(*query.shape[:-1], -1)
 
 
 def join_keys(key: torch.Tensor) -> torch.Tensor:
