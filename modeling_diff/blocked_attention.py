@@ -19,8 +19,8 @@ import torch
 ROWS = 128
 """Queries of a block: enough for fast products, few enough that causal blocks end near the diagonal."""
 
-BLOCK = 2**20
-"""Numbers of a block's map, 4 MiB in float32, unless one head has more."""
+BLOCK = 2**22
+"""Numbers of a block's map, 16 MiB in float32, unless one head has more: up to 16,384 keys each thread has a head."""
 
 
 class Block:
