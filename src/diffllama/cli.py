@@ -309,6 +309,39 @@ def evaluate(ctx: typer.Context) -> None:
     run(ctx.args)
 
 
+@app.command()
+def memory(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="Model folder, config.json, repository owner/name, or preset.")
+    ],
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence, prompt and answer.")],
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 1,
+    dtype: Annotated[DType, typer.Option(help="auto is the configuration's.")] = "auto",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repository.")] = None,
+) -> None:
+    """Tell what memory a model takes when it generates: weights, keys and values, activations.
+
+    Activations are those of all prompts read at once, by any attention but eager. Engines that read prompts in pieces
+    take less, and reserve their cache in advance: its room divided by the bytes a token takes is what they can hold.
+    """
+    from diffllama.memory import memory as run  # takes seconds to import
+    from diffllama.memory import read_config
+
+    needed = run(read_config(config, revision), context, batch, dtype)
+    rows = {
+        "weights": needed.weights,
+        f"keys and values of {batch:,} × {context:,} tokens": needed.cache,
+        "activations": needed.activations,
+        "sum": needed.total,
+    }
+    table = Table(str(needed.dtype).removeprefix("torch."), Column("GiB", justify="right"), box=None)
+    for name, size in rows.items():
+        table.add_row(name, f"{size / 2**30:,.3f}")
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"{needed.cache_per_token:,} bytes of keys and values a token")
+
+
 app.add_typer(
     typer.Typer(cls=ProbeGroup, no_args_is_help=True),
     name="probe",

@@ -1,0 +1,139 @@
+"""What `diffllama memory` tells is what PyTorch and the caches of transformers take."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from llamas import SIZES
+from tiny import PADDED, VARIANTS, tiny_config, tiny_model, tokens
+from torch.profiler import ProfilerActivity, profile
+from transformers import DynamicCache, PreTrainedModel
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from typer.testing import CliRunner
+
+from diffllama import DiffLlamaConfig, DiffLlamaForCausalLM
+from diffllama.cli import app
+from diffllama.configuration import baseline, preset
+from diffllama.memory import memory, read_config
+
+
+WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "max_position_embeddings": 4096}
+
+
+def kept(cache: DynamicCache) -> int:
+    """Bytes of its keys and values."""
+    return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
+
+
+@torch.no_grad()
+def most_allocated(model: PreTrainedModel, ids: torch.Tensor) -> tuple[int, int]:
+    """The most bytes that PyTorch has at a time while a model reads a prompt, and those of the cache that it leaves."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most, kept(cache)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_weights_are_those_of_the_model(variant: str, tied: bool) -> None:
+    config = tiny_config(variant, tie_word_embeddings=tied)
+    parameters = sum(parameter.numel() for parameter in DiffLlamaForCausalLM(config).parameters())
+    assert memory(config, 10).weights == 4 * parameters
+    assert memory(config, 10, dtype="bfloat16").weights == 2 * parameters
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_keys_and_values_are_those_of_a_cache(variant: str, batch: int, window: int | None) -> None:
+    fields: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]} if window else {}
+    model = tiny_model(variant, sliding_window=window, **fields)
+    cache = model(tokens(batch, 40), use_cache=True).past_key_values
+    told = memory(model.config, 40, batch)
+    spare = batch * told.cache_per_token // 2 if window else 0  # a sliding layer keeps what the next token sees
+    assert kept(cache) == told.cache - spare
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_token_takes_in_a_paged_cache_what_is_told(variant: str) -> None:
+    model = tiny_model(variant, attn_implementation="sdpa")
+    page = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # its older name
+    batching = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16, use_cuda_graph=False, **{page: 16})
+    batching.auto_switch_to_flash = False
+    with model.continuous_batching_context_manager(continuous_batching_config=batching) as manager:
+        manager.add_request(tokens(1, 5)[0].tolist(), max_new_tokens=2)
+        manager.get_result()
+        cache = manager.batch_processor.cache
+        held = cache.num_blocks * 16
+        if hasattr(cache, "cache_tensor"):  # one tensor for all layers, with two sectors that hold nothing
+            size = cache.cache_tensor.nbytes - 2 * cache.bytes_per_sector
+        else:
+            layers = [*cache.key_cache, *cache.value_cache]
+            size = sum(tensor.nbytes for tensor in layers)
+            held = layers[0].shape[0]
+    assert size == held * memory(model.config, 1).cache_per_token
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("intermediate_size", [128, 1024])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_activations_are_about_what_reading_a_prompt_takes(variant: str, intermediate_size: int, dtype: str) -> None:
+    fields = WIDE | {"intermediate_size": intermediate_size}
+    model = tiny_model(variant, getattr(torch, dtype), PADDED, **fields)
+    ids = tokens(2, 1024)
+    model(ids[:, :8])
+    most, cache = most_allocated(model, ids)
+    told = memory(model.config, 1024, 2, dtype)
+    assert cache == told.cache
+    assert most - cache == pytest.approx(told.activations, rel=0.02)
+
+
+def test_a_llama_and_its_differential_equal_take_the_same_cache() -> None:
+    for variant in VARIANTS:
+        config = tiny_config(variant)
+        assert memory(config, 100, 2).cache == memory(baseline(config), 100, 2).cache
+
+
+def test_the_command_prints_what_is_needed(tmp_path: Path) -> None:
+    tiny_config().save_pretrained(tmp_path)
+    for src in (tmp_path, tmp_path / "config.json"):
+        result = CliRunner().invoke(
+            app, ["memory", str(src), "--context", "1000", "--batch", "2", "--dtype", "bfloat16"]
+        )
+        assert result.exit_code == 0
+        told = memory(tiny_config(), 1000, 2, "bfloat16")
+        for size in (told.weights, told.cache, told.activations, told.total):
+            assert f"{size / 2**30:.3f}" in result.output
+        assert f"{told.cache_per_token:,} bytes" in result.output
+    assert CliRunner().invoke(app, ["memory", "3b", "--context", "32768", "--batch", "8"]).exit_code == 0
+
+
+def test_configurations_are_read_from_folders_files_and_presets(tmp_path: Path) -> None:
+    transformers.LlamaConfig(**SIZES).save_pretrained(tmp_path)
+    assert read_config(tmp_path).to_dict() == read_config(tmp_path / "config.json").to_dict()
+    assert isinstance(read_config("3b"), DiffLlamaConfig)
+    assert read_config("3b").to_dict() == preset("3b").to_dict()
+
+
+def test_what_is_no_configuration_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        read_config(tmp_path / "nowhere")
+    file = tmp_path / "config.json"
+    for content in ("", "{", "[]", "{}", json.dumps({"model_type": "unheard-of"})):
+        file.write_text(content)
+        with pytest.raises(ValueError, match="config.json"):
+            read_config(file)
+    transformers.BertConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="bert is not built like a Llama"):
+        memory(read_config(tmp_path), 10)
+    for context, batch in ((0, 1), (1, 0)):
+        with pytest.raises(ValueError, match="must be at least 1, got 0"):
+            memory(tiny_config(), context, batch)
