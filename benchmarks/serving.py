@@ -185,7 +185,7 @@ class Load:
 
 def prompts(count: int, words: int) -> list[str]:
     """So many different beginnings of a text."""
-    return [" ".join(WORDS[(i * i + i * k + k // 3) % len(WORDS)] for i in range(words)) for k in range(count)]
+    return [" ".join([str(k), *(WORDS[(i * i + i * k) % len(WORDS)] for i in range(words - 1))]) for k in range(count)]
 
 
 async def load(server: Server, clients: int, beginnings: list[str], new_tokens: int, tokenizer: Any) -> Load:
@@ -232,7 +232,11 @@ def smollm2(folder: Path) -> tuple[Path, Path]:
 
     gguf = smollm2_gguf()
     location = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    AutoModelForCausalLM.from_pretrained(**location).save_pretrained(folder / "llama")
+    read = AutoModelForCausalLM.from_pretrained(**location, dtype="float32")
+    del read.config.quantization_config  # which it is no more
+    llama = AutoModelForCausalLM.from_config(read.config)
+    llama.load_state_dict(read.state_dict())
+    llama.save_pretrained(folder / "llama")
     AutoTokenizer.from_pretrained(**location).save_pretrained(folder / "llama")
     return folder / "llama", convert(folder / "llama", folder / "diff", source="llama", verify=True)
 
@@ -308,6 +312,7 @@ def main(
     from benchmarks.machine import machine
 
     console = Console(width=140)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that servers end too
     with tempfile.TemporaryDirectory() as made, ExitStack() as running:
         if models and len(models) != 2:
             raise typer.BadParameter(f"Give two folders, LLAMA and DIFF, or none; got {len(models)}.")

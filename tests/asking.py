@@ -2,10 +2,14 @@
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import requests
@@ -15,6 +19,27 @@ from benchmarks.serving import Server
 
 QUESTION = "w6 w7 w8"
 AT_ONCE = 200
+
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def readme_command(program: str, folder: Path, port: int) -> list[str]:
+    """The README's line that starts a server, with another folder, on a port."""
+    (line,) = re.findall(rf"(?m)^{program} serve .*$", README)
+    _, serve, model, *options = line.split()
+    assert model.startswith("demo/")
+    return [str(Path(sys.executable).parent / program), serve, str(folder), *options, "--port", str(port)]
+
+
+def readme_client(server: Server) -> str:
+    """What the README's client prints."""
+    (code,) = re.findall(r"(?s)```py\n(.*?)```", README)
+    code = code.replace("http://localhost:8000", server.url)
+    code, count = re.subn(r"model = .*", f"model = {server.model!r}", code)
+    assert count == 1
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    return done.stdout
 
 
 def ask(server: Server, content: str = QUESTION, tokens: int = 8, **options: Any) -> str:

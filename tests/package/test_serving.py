@@ -17,10 +17,12 @@ from asking import (
     check_many_at_once,
     check_nonsense,
     post,
+    readme_client,
+    readme_command,
 )
 from tiny import VARIANTS, tiny_model, tiny_tokenizer
 
-from benchmarks.serving import Server, command, free_port, serve
+from benchmarks.serving import Server, free_port, serve
 from diffllama.serving import run
 
 
@@ -40,7 +42,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     port = free_port()
-    words = command("transformers", sys.executable, folder, port)
+    words = readme_command("diffllama", folder, port)
     with serve(words, port, str(folder), folder / "log", {"HF_MODULES_CACHE": str(folder / "modules")}) as server:
         yield server
 
@@ -60,6 +62,10 @@ def test_it_streams(server: Server, answers: dict[str, str]) -> None:
     pieces = ask_streaming(server)
     assert len(pieces) > 4
     assert "".join(pieces) == answers[QUESTION]
+
+
+def test_the_readmes_client_is_answered(server: Server) -> None:
+    assert len(readme_client(server).split()) > 10
 
 
 def test_it_answers_many_at_once(server: Server, answers: dict[str, str]) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,10 +21,12 @@ from asking import (
     check_many_at_once,
     check_nonsense,
     post,
+    readme_client,
+    readme_command,
 )
 from transformers import AutoConfig
 
-from benchmarks.serving import Server, command, free_port, serve
+from benchmarks.serving import Server, free_port, serve
 
 
 FOLDER = Path(__file__).parents[2] / "build/vllm/smollm2"
@@ -35,7 +36,7 @@ CONTENTS = [QUESTION, "Why is the sky blue?", "Name a colour.", "What is two and
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     port, log = free_port(), tmp_path_factory.mktemp("served") / "log"
-    words = [*command("vllm", sys.executable, FOLDER, port), "--enforce-eager"]
+    words = [*readme_command("vllm", FOLDER, port), "--dtype", "float32", "--enforce-eager"]
     with serve(words, port, str(FOLDER), log) as server:
         yield server
 
@@ -67,6 +68,10 @@ def test_it_writes_what_a_schema_asks_for(server: Server) -> None:
     said = json.loads(ask(server, "What is the capital of France?", tokens=60, response_format=form))
     assert said["city"] in ("Paris", "Rome")
     assert isinstance(said["people"], int)
+
+
+def test_the_readmes_client_is_answered(server: Server) -> None:
+    assert len(readme_client(server).split()) > 10
 
 
 def test_it_answers_many_at_once(server: Server, answers: dict[str, str]) -> None:
