@@ -72,8 +72,8 @@ test-versions: $(VENV)/.dev $(OLDEST)/.dev $(MIDDLE)/.transformers ## Load folde
 
 test-vllm: $(VENV)/.dev $(VLLM)/.vllm ## Serve folders by vLLM (CPU), in an environment of its own of 3.5 GB.
 	rm -rf build/vllm
-	$(RUN) tests/vllm/folders.py build/vllm
-	$(VLLM)/bin/python -m pytest tests/vllm
+	$(RUN) tests/engines/folders.py build/vllm
+	$(VLLM)/bin/python -m pytest tests/engines
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device.
 	$(RUN) -m pytest -m gpu

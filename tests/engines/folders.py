@@ -1,6 +1,6 @@
 """Writes the folders that tests with vLLM load, in a process that has the package.
 
-python tests/vllm/folders.py DIR
+python tests/engines/folders.py DIR
 """
 
 import sys
