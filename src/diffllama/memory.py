@@ -78,8 +78,8 @@ def memory(config: PretrainedConfig, context: int, batch: int = 1, dtype: DType 
     missing = [name for name in known if not isinstance(getattr(config, name, None), int)]
     if missing:
         raise ValueError(f"A {config.model_type} is not built like a Llama: its configuration has no {missing[0]}.")
-    name = (config.dtype or torch.float32) if dtype == "auto" else dtype
-    own = getattr(torch, name) if isinstance(name, str) else name
+    said: str | torch.dtype = (config.dtype or "float32") if dtype == "auto" else dtype
+    own: torch.dtype = getattr(torch, said) if isinstance(said, str) else said
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=own)
     weights = sum(parameter.numel() for parameter in model.parameters())
