@@ -70,6 +70,8 @@ class Views:
             differential_lambda.expand(b, n, query.shape[1] // 2, 1)
         )  # [B, g, n, 1]
         self.mask, self.scaling = mask, scaling
+        rows = min(ROWS, n)
+        self.later = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)  # within a block
 
     def by_head(self, tensor: torch.Tensor) -> torch.Tensor:
         """[b, n, h, x] -> [B, g, n, x]."""
@@ -127,8 +129,7 @@ class Views:
             grouped.masked_fill_(hidden, torch.finfo(maps.dtype).min)
         else:
             rows = grouped.shape[3]
-            hidden = torch.ones(rows, rows, dtype=torch.bool, device=maps.device).triu(1)
-            grouped[..., block.seen - rows :].masked_fill_(hidden, -torch.inf)
+            grouped[..., block.seen - rows :].masked_fill_(self.later[:rows, :rows], -torch.inf)
         return torch.softmax(maps, dim=-1, out=maps)
 
 
