@@ -187,7 +187,9 @@ def test_in_half_precision_they_are_trained_and_saved_in_float32(tmp_path: Path)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     model.save_pretrained(tmp_path)
     again = train_lambdas(PeftModel.from_pretrained(base(dtype=torch.bfloat16), tmp_path))
-    torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=0.1)
+    # in float32: in bfloat16 a thousandth of a thousandth of λ moves a logit by a step or seven, as the CPU has it
+    exact = [logits(copy.deepcopy(one).float()) for one in (again, model)]
+    torch.testing.assert_close(*exact, rtol=0, atol=1e-3)
     again = train_lambdas(get_peft_model(base(dtype=torch.bfloat16), LoraConfig(task_type=TASK)))
     again.load_adapter(tmp_path, "default")
     assert torch.equal(logits(again), logits(model))
