@@ -34,28 +34,7 @@ from rich.table import Table
 
 Engine = Literal["transformers", "vllm"]
 
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "a",
-    "in",
-    "was",
-    "to",
-    "is",
-    "he",
-    "for",
-    "on",
-    "by",
-    "it",
-    "with",
-    "that",
-    "his",
-    "as",
-    "at",
-    "from",
-    "had",
-]
+WORDS = ["the", "of", "and", "a", "in", "was", "to", "is", "he", "for", "on", "by", "it", "with", "that", "his", "as"]
 GOAL = 0.9
 """Requests per second of ours, of those of the Llama."""
 
@@ -81,30 +60,21 @@ class Server:
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300)
 
 
+SERVERS: dict[Engine, tuple[str, tuple[str, ...]]] = {
+    "transformers": (
+        "diffllama",
+        ("--continuous-batching", "--attn-implementation=sdpa", "--cb-num-blocks=512", "--cb-max-batch-tokens=512"),
+    ),
+    "vllm": ("vllm", ("--max-model-len=1024",)),
+}
+"""Engine -> program beside its interpreter, and its options, those of README.md."""
+
+
 def command(engine: Engine, python: str | Path, folder: str | Path, port: int, dtype: str = "float32") -> list[str]:
     """What starts an engine's server of a folder."""
-    model = str(Path(folder).absolute())
-    if engine == "vllm":
-        words = [
-            f"{Path(python).absolute().parent}/vllm",
-            "serve",
-            model,
-            "--max-model-len",
-            "1024",
-            "--host",
-            "127.0.0.1",
-        ]
-    else:
-        words = [
-            f"{Path(python).absolute().parent}/diffllama",
-            "serve",
-            model,
-            "--continuous-batching",
-            "--host",
-            "127.0.0.1",
-        ]
-        words += ["--cb-num-blocks", "512", "--cb-max-batch-tokens", "512", "--attn-implementation", "sdpa"]
-    return [*words, "--trust-remote-code", "--dtype", dtype, "--port", str(port)]
+    program, options = SERVERS[engine]
+    words = [str(Path(python).absolute().with_name(program)), "serve", str(Path(folder).absolute()), *options]
+    return [*words, "--trust-remote-code", "--host=127.0.0.1", "--dtype", dtype, "--port", str(port)]
 
 
 def free_port() -> int:
@@ -167,7 +137,6 @@ class Load:
     """What clients saw.
 
     Args:
-        clients: at a time.
         requests_per_second: completions, of the whole load.
         tokens_per_second: that came, of the whole load.
         first_token_ms: median time from a request to the first piece of its answer.
@@ -175,7 +144,6 @@ class Load:
         seconds: of the whole load.
     """
 
-    clients: int
     requests_per_second: float
     tokens_per_second: float
     first_token_ms: float
@@ -212,7 +180,7 @@ async def load(server: Server, clients: int, beginnings: list[str], new_tokens: 
         await asyncio.gather(*(ask() for _ in range(clients)))
         seconds = time.perf_counter() - start
     late = sorted(first)[int(0.95 * (len(first) - 1))]
-    return Load(clients, len(beginnings) / seconds, tokens / seconds, statistics.median(first), late, seconds)
+    return Load(len(beginnings) / seconds, tokens / seconds, statistics.median(first), late, seconds)
 
 
 def answer(server: Server, beginning: str, new_tokens: int) -> str:

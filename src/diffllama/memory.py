@@ -6,10 +6,11 @@ import os
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from diffllama.choices import DType
 from diffllama.configuration import preset, preset_names
+from diffllama.conversion.transformers_models import meta_model
 from diffllama.files import locate
 
 
@@ -80,9 +81,7 @@ def memory(config: PretrainedConfig, context: int, batch: int = 1, dtype: DType 
         raise ValueError(f"A {config.model_type} is not built like a Llama: its configuration has no {missing[0]}.")
     said: str | torch.dtype = (config.dtype or "float32") if dtype == "auto" else dtype
     own: torch.dtype = getattr(torch, said) if isinstance(said, str) else said
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=own)
-    weights = sum(parameter.numel() for parameter in model.parameters())
+    weights = sum(parameter.numel() for parameter in meta_model(config).parameters())
 
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     key_and_value = 2 * config.num_key_value_heads * head_dim

@@ -4,6 +4,7 @@
 
 import signal
 import sys
+from importlib import import_module
 
 from diffllama.extras import needs
 
@@ -17,9 +18,8 @@ def run(arguments: list[str]) -> None:
     import transformers
 
     with needs("serve"):
-        import fastapi  # noqa: F401
-        import openai  # noqa: F401
-        import uvicorn  # noqa: F401
+        for name in ("fastapi", "openai", "uvicorn"):
+            import_module(name)
     from transformers.cli.transformers import main
 
     from diffllama.modeling_diff.modeling_diffllama import DifferentialLlamaForCausalLM
