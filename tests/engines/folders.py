@@ -3,6 +3,7 @@
 python tests/engines/folders.py DIR
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model, tiny_tokenizer
 
 from diffllama.conversion import convert
+from diffllama.memory import memory, read_config
 
 
 SIZES = {
@@ -32,7 +34,7 @@ ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
 
 
 def write(folder: Path) -> None:
-    """Tiny models of both variants, with and without grouped keys, an adapter of each, and SmolLM2, converted."""
+    """Tiny models of both variants, MHA and GQA, an adapter of each, and SmolLM2, converted, and its memory."""
     for variant in ("v1", "v2"):
         for name, heads in KEY_VALUE_HEADS.items():
             model = tiny_model(variant, num_key_value_heads=heads, **SIZES)
@@ -42,6 +44,8 @@ def write(folder: Path) -> None:
         adapted.save_pretrained(folder / f"{variant}-adapter")
         adapted.merge_and_unload().save_pretrained(folder / f"{variant}-merged")
     convert(smollm2_gguf(), folder / "smollm2", source="llama", dtype="float32", verify=False)
+    told = memory(read_config(folder / "smollm2"), context=1)
+    (folder / "memory.json").write_text(json.dumps({"cache_per_token": told.cache_per_token}))
 
 
 if __name__ == "__main__":

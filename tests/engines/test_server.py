@@ -13,18 +13,13 @@ pytest.importorskip("vllm")
 import generating
 from asking import (
     QUESTION,
+    Answering,
     ask,
-    ask_streaming,
     chat,
-    check_disconnects,
     check_it_stops,
-    check_many_at_once,
-    check_nonsense,
     post,
-    readme_client,
     readme_command,
 )
-from transformers import AutoConfig
 
 from benchmarks.serving import Server, free_port, serve
 
@@ -47,14 +42,8 @@ def answers() -> dict[str, str]:
         return process.submit(generating.answers, FOLDER, CONTENTS, 8).result()
 
 
-def test_it_chats(server: Server, answers: dict[str, str]) -> None:
-    assert {content: ask(server, content) for content in CONTENTS} == answers
-
-
-def test_it_streams(server: Server, answers: dict[str, str]) -> None:
-    pieces = ask_streaming(server)
-    assert len(pieces) > 4
-    assert "".join(pieces) == answers[QUESTION]
+class TestServer(Answering):
+    """`vllm serve`."""
 
 
 def test_it_writes_what_a_schema_asks_for(server: Server) -> None:
@@ -70,22 +59,6 @@ def test_it_writes_what_a_schema_asks_for(server: Server) -> None:
     assert isinstance(said["people"], int)
 
 
-def test_the_readmes_client_is_answered(server: Server) -> None:
-    assert len(readme_client(server).split()) > 10
-
-
-def test_it_answers_many_at_once(server: Server, answers: dict[str, str]) -> None:
-    check_many_at_once(server, answers)
-
-
-def test_clients_that_go_away_leave_it_answering(server: Server, answers: dict[str, str]) -> None:
-    check_disconnects(server, answers[QUESTION])
-
-
-def test_nonsense_is_refused(server: Server, answers: dict[str, str]) -> None:
-    check_nonsense(server, answers[QUESTION])
-
-
 def test_prompts_that_are_too_long_are_refused(server: Server, answers: dict[str, str]) -> None:
     response = post(server, chat(server, messages=[{"role": "user", "content": "word " * 2000}]))
     assert response.status_code == 400
@@ -97,11 +70,10 @@ def test_unknown_parameters_change_nothing(server: Server, answers: dict[str, st
     assert post(server, chat(server, temprature=1)).json()["choices"][0]["message"]["content"] == answers[QUESTION]
 
 
-def test_its_cache_holds_what_the_configuration_says(server: Server) -> None:
+def test_its_cache_holds_what_memory_tells(server: Server) -> None:
     held = int(re.search(r"KV cache size: ([\d,]+) tokens", server.log.read_text())[1].replace(",", ""))
-    config = AutoConfig.from_pretrained(FOLDER, trust_remote_code=True)
-    a_token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # `diffllama memory`'s
-    assert 0.99 * 2**30 < held * a_token <= 2**30  # VLLM_CPU_KVCACHE_SPACE, in whole blocks
+    told = json.loads((FOLDER.parent / "memory.json").read_text())
+    assert 0.99 * 2**30 < held * told["cache_per_token"] <= 2**30  # VLLM_CPU_KVCACHE_SPACE, in whole blocks
 
 
 def test_it_stops_in_the_middle_of_an_answer(server: Server) -> None:

@@ -9,6 +9,7 @@ from diffllama.modeling_diff import blocked_attention as module
 from diffllama.modeling_diff.blocked_attention import blocked_attention
 
 
+pytestmark = pytest.mark.slow  # and the same with every transformers
 SCALING = 0.3
 SHAPES = [(1, 1, 13, 13), (2, 1, 13, 13), (2, 3, 13, 13), (2, 3, 5, 13), (2, 3, 1, 13)]
 """Key/value heads, differential heads for each, queries, keys."""

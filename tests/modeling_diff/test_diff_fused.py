@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 from cases import KINDS, batch
-from tiny import EVERY_FEATURE, VARIANTS, tiny_model, tokens
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from tiny import EVERY_FEATURE, VARIANTS, paged, tiny_model, tokens
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
 from diffllama.modeling_diff import diff_fused
@@ -125,8 +124,7 @@ def test_continuous_batching_runs_as_before() -> None:
     prompt = tokens(1, 9)
     expected = model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)[0, 9:].tolist()
     model.generation_config.max_new_tokens, model.generation_config.do_sample = 6, False
-    little = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=64, use_cuda_graph=False)  # not all of the memory
-    outputs = model.generate_batch([prompt[0].tolist()], continuous_batching_config=little)
+    outputs = model.generate_batch([prompt[0].tolist()], continuous_batching_config=paged(4, 64))
     assert [output.generated_tokens for output in outputs.values()] == [expected]
 
 

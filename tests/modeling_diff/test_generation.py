@@ -5,12 +5,11 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from tiny import EVERY_FEATURE, PADDED, VARIANTS, tiny_model, tiny_tokenizer, tokens
+from tiny import EVERY_FEATURE, PADDED, VARIANTS, paged, tiny_model, tiny_tokenizer, tokens
 from torch._inductor import compile as inductor
 from transformers import (
     Cache,
     CompileConfig,
-    ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
     PreTrainedTokenizerFast,
@@ -441,11 +440,7 @@ def test_continuous_batching_generates_what_each_prompt_generates_alone(
     settings = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=end, pad_token_id=0)
     alone = [model.generate(torch.tensor([ids]), generation_config=settings)[0, len(ids) :].tolist() for ids in prompts]
     assert len({len(ids) for ids in alone}) > 1  # some end early
-    page = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # its older name
-    batching = ContinuousBatchingConfig(  # pages and batches shorter than the longest prompts
-        num_blocks=16, max_batch_tokens=16, use_async_batching=False, use_cuda_graph=False, **{page: 16}
-    )
-    batching.auto_switch_to_flash = False  # this model is on the CPU, whatever is installed
+    batching = paged(16, 16, use_async_batching=False)  # pages and batches shorter than the longest prompts
     outputs = model.generate_batch(
         prompts, generation_config=settings, continuous_batching_config=batching, progress_bar=False
     )

@@ -8,10 +8,9 @@ import pytest
 import torch
 import transformers
 from llamas import SIZES
-from tiny import PADDED, VARIANTS, tiny_config, tiny_model, tokens
+from tiny import PADDED, VARIANTS, paged, tiny_config, tiny_model, tokens
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, PreTrainedModel
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from typer.testing import CliRunner
 
 from diffllama import DiffLlamaConfig, DiffLlamaForCausalLM
@@ -65,10 +64,7 @@ def test_keys_and_values_are_those_of_a_cache(variant: str, batch: int, window: 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_token_takes_in_a_paged_cache_what_is_told(variant: str) -> None:
     model = tiny_model(variant, attn_implementation="sdpa")
-    page = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # its older name
-    batching = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16, use_cuda_graph=False, **{page: 16})
-    batching.auto_switch_to_flash = False
-    with model.continuous_batching_context_manager(continuous_batching_config=batching) as manager:
+    with model.continuous_batching_context_manager(continuous_batching_config=paged(8, 16)) as manager:
         manager.add_request(tokens(1, 5)[0].tolist(), max_new_tokens=2)
         manager.get_result()
         cache = manager.batch_processor.cache

@@ -9,15 +9,10 @@ import generating
 import pytest
 from asking import (
     QUESTION,
-    ask,
-    ask_streaming,
+    Answering,
     chat,
-    check_disconnects,
     check_it_stops,
-    check_many_at_once,
-    check_nonsense,
     post,
-    readme_client,
     readme_command,
 )
 from tiny import tiny_model, tiny_tokenizer
@@ -54,30 +49,10 @@ def answers(folder: Path) -> dict[str, str]:
     return found
 
 
-def test_it_chats(server: Server, answers: dict[str, str]) -> None:
-    assert {content: ask(server, content) for content in CONTENTS} == answers
+class TestServer(Answering):
+    """`diffllama serve`."""
 
-
-def test_it_streams(server: Server, answers: dict[str, str]) -> None:
-    pieces = ask_streaming(server)
-    assert len(pieces) > 4
-    assert "".join(pieces) == answers[QUESTION]
-
-
-def test_the_readmes_client_is_answered(server: Server) -> None:
-    assert len(readme_client(server).split()) > 10
-
-
-def test_it_answers_many_at_once(server: Server, answers: dict[str, str]) -> None:
-    check_many_at_once(server, answers)
-
-
-def test_clients_that_go_away_leave_it_answering(server: Server, answers: dict[str, str]) -> None:
-    check_disconnects(server, answers[QUESTION])
-
-
-def test_nonsense_is_refused(server: Server, answers: dict[str, str]) -> None:
-    check_nonsense(server, answers[QUESTION], fields_too=False)  # transformers 5.23 says 500
+    client_errors = 600  # transformers 5.23 says 500
 
 
 def test_unknown_parameters_are_refused(server: Server) -> None:
