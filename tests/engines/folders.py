@@ -43,6 +43,7 @@ def write(folder: Path) -> None:
         adapted = get_peft_model(model, LoraConfig(r=8, target_modules=ADAPTED, init_lora_weights=False))
         adapted.save_pretrained(folder / f"{variant}-adapter")
         adapted.merge_and_unload().save_pretrained(folder / f"{variant}-merged")
+        tiny_tokenizer().save_pretrained(folder / f"{variant}-merged")
     convert(smollm2_gguf(), folder / "smollm2", source="llama", dtype="float32", verify=False)
     told = memory(read_config(folder / "smollm2"), context=1)
     (folder / "memory.json").write_text(json.dumps({"cache_per_token": told.cache_per_token}))

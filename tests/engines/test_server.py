@@ -1,5 +1,6 @@
 """`vllm serve` serves our folders, unmodified, to OpenAI's client."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -11,20 +12,13 @@ import pytest
 pytest.importorskip("vllm")
 
 import generating
-from asking import (
-    QUESTION,
-    Answering,
-    ask,
-    chat,
-    check_it_stops,
-    post,
-    readme_command,
-)
+from asking import QUESTION, Answering, ask, chat, check_it_stops, post, readme_command
 
 from benchmarks.serving import Server, free_port, serve
 
 
-FOLDER = Path(__file__).parents[2] / "build/vllm/smollm2"
+FOLDERS = Path(__file__).parents[2] / "build/vllm"
+FOLDER = FOLDERS / "smollm2"
 CONTENTS = [QUESTION, "Why is the sky blue?", "Name a colour.", "What is two and two? " * 30]
 
 
@@ -72,9 +66,20 @@ def test_unknown_parameters_change_nothing(server: Server, answers: dict[str, st
 
 def test_its_cache_holds_what_memory_tells(server: Server) -> None:
     held = int(re.search(r"KV cache size: ([\d,]+) tokens", server.log.read_text())[1].replace(",", ""))
-    told = json.loads((FOLDER.parent / "memory.json").read_text())
+    told = json.loads((FOLDERS / "memory.json").read_text())
     assert 0.99 * 2**30 < held * told["cache_per_token"] <= 2**30  # VLLM_CPU_KVCACHE_SPACE, in whole blocks
 
 
 def test_it_stops_in_the_middle_of_an_answer(server: Server) -> None:
     check_it_stops(server)
+
+
+@pytest.mark.parametrize("variant", ["v1", "v2"])
+def test_adapters_are_served_beside_their_model(variant: str, tmp_path: Path) -> None:
+    folder, port = FOLDERS / f"{variant}-gqa", free_port()
+    words = [*readme_command("vllm", folder, port), "--max-model-len=256", "--dtype=float32", "--enforce-eager"]
+    words += ["--enable-lora", "--max-lora-rank=8", f"--lora-modules=adapter={FOLDERS / f'{variant}-adapter'}"]
+    with generating.another_process() as process, serve(words, port, str(folder), tmp_path / "log") as server:
+        for model, same in ((str(folder), folder), ("adapter", FOLDERS / f"{variant}-merged")):
+            (expected,) = process.submit(generating.answers, same, [QUESTION], 8).result().values()
+            assert ask(dataclasses.replace(server, model=model)) == expected

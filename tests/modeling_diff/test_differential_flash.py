@@ -204,8 +204,9 @@ def test_output_and_every_gradient_equal_the_formulas(variant: str, kind: str) -
 
 
 @needs_triton
-@pytest.mark.parametrize(("h", "h_kv"), [(1, 1), (4, 2), (3, 1)], ids=["MHA", "groups of 2", "groups of 3"])
-@pytest.mark.parametrize("width", [96, 128])
+@pytest.mark.parametrize(
+    ("width", "h", "h_kv"), [(96, 1, 1), (128, 4, 2), (96, 3, 1)], ids=["MHA", "groups of 2", "groups of 3"]
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_widths_and_groups_equal_the_formulas(variant: str, width: int, h: int, h_kv: int) -> None:
     assert_equal_to_the_formulas(inputs(variant, "left", n=27, m=34, width=width, h=h, h_kv=h_kv))
@@ -271,9 +272,9 @@ def test_without_gradients_the_output_is_the_same_and_nothing_is_saved(variant: 
 
 
 @needs_triton
-@pytest.mark.parametrize("splits", [2, 7])
-@pytest.mark.parametrize("kind", ["causal", "static cache", "random"])
-@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize(
+    ("n", "kind", "splits"), [(1, "causal", 7), (5, "causal", 2), (1, "static cache", 2), (5, "random", 7)]
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_split_keys_give_the_same_output(
     variant: str, n: int, kind: str, splits: int, monkeypatch: pytest.MonkeyPatch

@@ -7,14 +7,7 @@ from pathlib import Path
 
 import generating
 import pytest
-from asking import (
-    QUESTION,
-    Answering,
-    chat,
-    check_it_stops,
-    post,
-    readme_command,
-)
+from asking import QUESTION, Answering, ask, chat, check_it_stops, post, readme_command
 from tiny import tiny_model, tiny_tokenizer
 
 from benchmarks.serving import Server, free_port, serve
@@ -23,13 +16,14 @@ from diffllama.serving import run
 
 pytestmark = pytest.mark.slow
 
+CONTEXT = 12_000
 CONTENTS = [QUESTION, "w9", "w10 w11 w12 w13 w14 w15 w16 w17 w18 w19 w20", "w6 w90 w6"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served")
-    tiny_model("v1").save_pretrained(folder)  # V2 differs in no call that a server makes
+    tiny_model("v1", max_position_embeddings=CONTEXT).save_pretrained(folder)  # V2 differs in no call of a server
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
@@ -53,12 +47,28 @@ class TestServer(Answering):
     """`diffllama serve`."""
 
     client_errors = 600  # transformers 5.23 says 500
+    long = 10_000
 
 
 def test_unknown_parameters_are_refused(server: Server) -> None:
     response = post(server, chat(server, temprature=1))
     assert response.status_code == 422
     assert "temprature" in response.text
+
+
+def test_prompts_that_are_too_long_are_refused(server: Server, answers: dict[str, str]) -> None:
+    for stream in (False, True):
+        response = post(
+            server, chat(server, messages=[{"role": "user", "content": "w7 " * (CONTEXT + 1)}], stream=stream)
+        )
+        assert response.status_code == 400
+        assert str(CONTEXT) in response.text
+    assert ask(server) == answers[QUESTION]
+
+
+def test_answers_end_where_the_models_context_does(server: Server) -> None:
+    long = chat(server, messages=[{"role": "user", "content": "w7 " * (CONTEXT - 20)}], max_tokens=10**6)
+    assert post(server, long).json()["usage"]["total_tokens"] == CONTEXT
 
 
 def test_it_stops_in_the_middle_of_an_answer(server: Server) -> None:
