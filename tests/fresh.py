@@ -21,7 +21,7 @@ import torch._dynamo, torch.distributed.checkpoint, torch.distributed.tensor  # 
 
 assert not {"diffllama", "huggingface_hub", "transformers"} & set(sys.modules)
 for line in sys.stdin:
-    code, cwd, environment, answer, output = json.loads(line)
+    code, arguments, cwd, environment, answer, output = json.loads(line)
     if os.fork() == 0:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 2)
@@ -29,6 +29,7 @@ for line in sys.stdin:
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(environment)
+        sys.argv[1:] = arguments
         status = 1
         try:
             names = {"__name__": "__main__", "facts": {}}
@@ -52,19 +53,31 @@ def server() -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def facts(code: str, environment: Mapping[str, str], cwd: Path | str = ".") -> dict[str, Any]:
-    """Runs code that fills the dictionary `facts`, in a fresh process without a terminal.
+def run(
+    code: str, *arguments: object, environment: Mapping[str, str], cwd: Path | str = "."
+) -> tuple[dict[str, Any], str]:
+    """Runs code in a fresh process without a terminal, which must end well.
 
     Args:
-        environment: variables besides those of this process.
+        arguments: it finds them in `sys.argv`.
+        environment: all its variables.
         cwd: the folder to run it in.
+
+    Returns:
+        What it put into the dictionary `facts`, and what it printed.
     """
     process = server()
     assert process.stdin is not None
     assert process.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
         answer, output = Path(folder, "answer"), Path(folder, "output")
-        request = (code, os.path.abspath(cwd), os.environ | environment, str(answer), str(output))
+        words = [str(word) for word in arguments]
+        request = (code, words, os.path.abspath(cwd), dict(environment), str(answer), str(output))
         print(json.dumps(request), file=process.stdin, flush=True)
-        assert process.stdout.readline() == "0\n", output.read_text()
-        return json.loads(answer.read_text())
+        assert process.stdout.readline() == "0\n", output.read_text()[-8000:]
+        return json.loads(answer.read_text()), output.read_text()
+
+
+def facts(code: str, environment: Mapping[str, str], cwd: Path | str = ".") -> dict[str, Any]:
+    """The facts of `run`, with variables besides those of this process."""
+    return run(code, environment=os.environ | environment, cwd=cwd)[0]

@@ -3,13 +3,12 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from hub import Hub
@@ -149,20 +148,15 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
         def run(code: str, *arguments: str, home: str, token: str | None = None, offline: bool = False) -> str:
             (work / home).mkdir(exist_ok=True)
-            process = subprocess.run(
-                [sys.executable, "-c", code, *arguments],
-                env=hub.environment(work / home, token) | {"HF_HUB_OFFLINE": str(int(offline))},
+            _, printed = fresh.run(
+                code,
+                *arguments,
+                environment=hub.environment(work / home, token) | {"HF_HUB_OFFLINE": str(int(offline))},
                 cwd=work if code is COMMAND else work / home,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=300,
-                check=False,
             )
-            assert process.returncode == 0, process.stderr[-4000:]
-            return process.stderr
+            return printed
 
-        def fresh(code: str, *arguments: str, home: str, **options: Any) -> Answer:
+        def elsewhere(code: str, *arguments: str, home: str, **options: Any) -> Answer:
             before = len(hub.requests)
             run(FRESH + code, *arguments, home=home, **options)
             facts = json.loads((work / home / "facts.json").read_text())
@@ -179,9 +173,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         newest = repository.refs["main"]
 
         hub.cut_after = 11_000_000
-        answers = {"load": fresh(LOAD, first, newest, home="machine", token="hf_user")}
-        answers["elsewhere"] = fresh(ELSEWHERE, home="elsewhere")
-        answers["offline"] = fresh(OFFLINE, first, home="machine", token="hf_user", offline=True)
+        answers = {"load": elsewhere(LOAD, first, newest, home="machine", token="hf_user")}
+        answers["elsewhere"] = elsewhere(ELSEWHERE, home="elsewhere")
+        answers["offline"] = elsewhere(OFFLINE, first, home="machine", token="hf_user", offline=True)
         yield Story(hub, work / "published", first, newest, output, answers)
 
 

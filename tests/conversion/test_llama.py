@@ -1,12 +1,11 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from hypothesis import given, settings
@@ -109,25 +108,17 @@ import json, sys
 sys.modules["diffllama"] = None
 import torch
 from transformers import AutoModelForCausalLM
-equal = {}
-for case, dtype, source, folder in json.load(sys.stdin):
+for case, dtype, source, folder in json.loads(sys.argv[1]):
     with torch.no_grad():
         original = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
         converted = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
         ids = torch.arange(48).view(2, 24)
         same = torch.equal(converted(ids).logits, original(ids).logits)
-    equal[f"{case} {dtype}"] = same and type(converted).__module__.startswith("transformers_modules.")
-print(json.dumps(equal))
+    facts[f"{case} {dtype}"] = same and type(converted).__module__.startswith("transformers_modules.")
 """
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        input=json.dumps([[*key, str(old), str(new)] for key, (old, new) in folders.items()]),
-        env=os.environ | {"HF_MODULES_CACHE": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(result.stdout) == {f"{case} {dtype}": True for case in CASES for dtype in DTYPES}
+    given = json.dumps([[*key, str(old), str(new)] for key, (old, new) in folders.items()])
+    equal, _ = fresh.run(code, given, environment=os.environ | {"HF_MODULES_CACHE": str(tmp_path)})
+    assert equal == {f"{case} {dtype}": True for case in CASES for dtype in DTYPES}
 
 
 def test_float16_logits_are_equal_but_for_the_rounding_of_tiny_numbers(tmp_path: Path) -> None:

@@ -1,11 +1,10 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -100,9 +99,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     places = {f"saved {name}": str(path) for name, path in folders.items()}
     places |= {f"exported {name}": str(path) for name, path in exported.items()}
     env = os.environ | {"HF_MODULES_CACHE": str(work / "modules"), "HF_HOME": str(work / "home")}
-    command = [sys.executable, "-c", LOAD, json.dumps(places), str(work / "logits.safetensors")]
-    process = subprocess.run(command, env=env, cwd=work, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr[-4000:]
+    fresh.run(LOAD, json.dumps(places), work / "logits.safetensors", environment=env, cwd=work)
     return {"work": work, "expected": expected, "computed": load_file(work / "logits.safetensors"), "folders": exported}
 
 

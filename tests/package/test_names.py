@@ -4,11 +4,10 @@ import json
 import logging
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 import transformers
@@ -110,7 +109,7 @@ else:
 import torch, transformers
 from transformers.modelcard import TASK_MAPPING  # a Trainer's, also for smoothed labels
 trust = {"trust_remote_code": True} if sys.argv[1] == "remote code" else {}
-facts = {"modules": {}, "names": {}, "tasks": {}}
+facts |= {"modules": {}, "names": {}, "tasks": {}}
 for folder in sorted(Path().iterdir()):
     auto_class = folder.name.partition(" ")[0]
     model = getattr(transformers, auto_class).from_pretrained(folder, **trust).eval()
@@ -122,7 +121,6 @@ for folder in sorted(Path().iterdir()):
     torch.save(torch.cat([tensor.flatten() for tensor in found]), folder / "outputs")
     if auto_class in PIPELINES:
         transformers.pipeline(PIPELINES[auto_class], model=str(folder), **trust)
-print(json.dumps(facts))
 """
 
 
@@ -146,18 +144,14 @@ def test_folders_load_by_their_code_and_by_the_package_without_a_complaint(by: s
             name = AUTO_MAP[auto_class].partition(".")[2]
             names[folder.name] = name.replace("Differential", "Diff") if by == "remote code" and code else name
             tasks[folder.name] = [TASKS[auto_class]] if auto_class in TASKS else []
-    process = subprocess.run(
-        [sys.executable, "-c", f"PIPELINES = {PIPELINES}\n{PROCESS}", by, json.dumps(tokens(2, 7).tolist())],
+    known, printed = fresh.run(
+        f"PIPELINES = {PIPELINES}\n{PROCESS}",
+        by,
+        json.dumps(tokens(2, 7).tolist()),
         cwd=folders,
-        env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
+        environment=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"},
     )
-    assert process.returncode == 0, process.stderr
-    assert "not supported" not in process.stderr
-    known = json.loads(process.stdout.splitlines()[-1])
+    assert "not supported" not in printed
     home = "transformers_modules." if by == "remote code" else "diffllama."
     assert [module for module in known["modules"].values() if not module.startswith(home)] == []
     assert known["names"] == names

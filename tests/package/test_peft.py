@@ -3,11 +3,10 @@
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from peft import (
@@ -70,17 +69,16 @@ import peft.utils.constants as constants
 
 known = {n: m for n, m in vars(constants).items() if n.startswith("TRANSFORMERS_MODELS_TO_") and "llama" in m}
 assert len(known) > 5
-print(all(mapping["diff_llama"] == mapping["llama"] for mapping in known.values()))
+facts["first"] = all(mapping["diff_llama"] == mapping["llama"] for mapping in known.values())
 
 for mapping in known.values():  # as if peft had been imported first
     del mapping["diff_llama"]
 for name in [name for name in sys.modules if name.partition(".")[0] == "diffllama"]:
     del sys.modules[name]
 import diffllama
-print(all(mapping["diff_llama"] == mapping["llama"] for mapping in known.values()))
+facts["last"] = all(mapping["diff_llama"] == mapping["llama"] for mapping in known.values())
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["True", "True"]
+    assert fresh.facts(code, {}) == {"first": True, "last": True}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -257,11 +255,8 @@ def test_an_adapter_and_its_trained_lambda_load_onto_the_model_of_remote_code(va
     assert any("lambda_" in name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
     save_file({"ids": tokens(2, 9)}, tmp_path / "ids.safetensors")
     torch.save(NF4, tmp_path / "bits.pt")
-    env = os.environ | {
-        "HF_MODULES_CACHE": str(tmp_path / "modules"),
-        "HF_HOME": str(tmp_path / "home"),
-    }
-    subprocess.run([sys.executable, "-c", REMOTE], cwd=tmp_path, env=env, check=True, stdin=subprocess.DEVNULL)
+    env = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HOME": str(tmp_path / "home")}
+    fresh.run(REMOTE, environment=env, cwd=tmp_path)
     assert torch.equal(load_file(tmp_path / "logits.safetensors")["logits"], logits(model))
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["peft_type"] == "LORA"
     if importlib.util.find_spec("bitsandbytes"):

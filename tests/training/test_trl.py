@@ -1,13 +1,12 @@
 """trl's SFTTrainer trains the model on texts and conversations, packed or not."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from datasets import Dataset
@@ -241,10 +240,7 @@ def test_a_model_of_remote_code_is_loaded_from_its_folder_and_learns(variant: st
     tiny_model(variant, initializer_range=0.05).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     env = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    process = subprocess.run(
-        [sys.executable, "-c", REMOTE], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-    )
-    assert process.returncode == 0, process.stderr
+    fresh.run(REMOTE, environment=env, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
