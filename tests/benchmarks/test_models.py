@@ -62,6 +62,14 @@ def test_a_model_that_does_not_learn_is_refused(architecture: str) -> None:
         models.train(subject, "sdpa").check()
 
 
+def test_a_longer_cache_repeats_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = models.model_with_cache("v1", replace(SETTING, length=8)).cache.layers
+    monkeypatch.setattr(models, "CHECKED_CACHE", 8)
+    for layer, read in zip(models.model_with_cache("v1", SETTING).cache.layers, whole, strict=True):
+        for tensor, repeated in ((layer.keys, read.keys), (layer.values, read.values)):
+            torch.testing.assert_close(tensor, repeated[:, :, torch.arange(33) % 8])
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_weights_and_the_optimizers_state_are_measured(architecture: str) -> None:
     subject = models.trained_model(architecture, SETTING)
