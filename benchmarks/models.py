@@ -76,7 +76,7 @@ def plain_model(architecture: Architecture, setting: Setting) -> Subject:
 
 @torch.no_grad()
 def model_with_cache(architecture: Architecture, setting: Setting) -> Subject:
-    """With a dynamic cache of the setting's length: keys and values of `CHECKED_CACHE` tokens, if need be repeatedly."""
+    """With a dynamic cache of the setting's length: of keys and values of `CHECKED_CACHE` tokens, again and again."""
     subject = plain_model(architecture, setting)
     read = min(setting.length, CHECKED_CACHE)
     filled = subject.model(subject.tokens(read), use_cache=True, logits_to_keep=1).past_key_values
