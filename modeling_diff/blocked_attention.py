@@ -11,6 +11,7 @@ values; B is b times the key/value heads and g how many differential heads share
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -241,6 +242,39 @@ def blocked_attention(
     if query.shape[2] == 1 and not torch.is_grad_enabled():
         return one_query(query, key, value, differential_lambda, mask, scaling)
     output: torch.Tensor = BlockedAttention.apply(query, key, value, differential_lambda, mask, map_dim, scaling)
+    return output
+
+
+def packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    differential_lambda: torch.Tensor,
+    query_ends: torch.Tensor,
+    key_ends: torch.Tensor,
+    map_dim: int,
+    scaling: float,
+) -> torch.Tensor:
+    """Differential attention of sequences that follow one another, each by itself. Not for gradients.
+
+    Args:
+        query: [1, 2h, n, D], of all sequences. key, value: [1, key/value heads, m, D].
+        differential_lambda: λ, [1] or [1, n, h, 1].
+        query_ends: 0, and where each sequence's queries end, int32. The last of them is that of its last key.
+        key_ends: likewise of its keys.
+        map_dim, scaling: as in `blocked_attention`.
+
+    Returns:
+        [1, n, h, D]; zeros behind the last sequence.
+    """
+    _, maps, n, width = query.shape
+    output = query.new_zeros(1, n, maps // 2, width)
+    for queries, keys in zip(pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True):
+        rows, seen = slice(*queries), slice(*keys)
+        if rows.start < rows.stop:
+            lambdas = differential_lambda if differential_lambda.dim() == 1 else differential_lambda[:, rows]
+            sequence = query[:, :, rows], key[:, :, seen], value[:, :, seen]
+            output[:, rows] = blocked_attention(*sequence, lambdas, None, map_dim, scaling)
     return output
 
 

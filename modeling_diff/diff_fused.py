@@ -7,6 +7,7 @@ with transformers like any other, takes the same call and gives their difference
 blocks in plain PyTorch, on GPUs by kernels in Triton. Where neither can be used, it is transformers' `sdpa`.
 """
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from .blocked_attention import blocked_attention
+from .blocked_attention import blocked_attention, packed_attention
 from .differential_flash import DTYPES, HAS_TRITON, differential_flash
 
 
@@ -48,6 +49,21 @@ def is_blocked(
         and is_ordinary(query, dropout, options)
         and (attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1))
         and not (torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
+    )
+
+
+def is_packed(query: torch.Tensor, dropout: float, options: dict[str, Any]) -> bool:
+    """Whether `packed_attention` can compute a call: of continuous batching on a CPU, in float32 or float64, without a
+    window, and with a cache of pages that transformers 5.23 has. Arguments as in `is_blocked`."""
+    cache = options.get("cache")
+    return (
+        cache is not None
+        and query.device.type == "cpu"
+        and query.dtype in (torch.float32, torch.float64)
+        and dropout == 0
+        and options.get("sliding_window") is None
+        and "kwargs" in signature(cache.update).parameters
+        and not torch.compiler.is_compiling()
     )
 
 
@@ -110,6 +126,10 @@ def diff_fused_attention_forward(
     Returns:
         [b, n, h, D], or from `sdpa` [b, n, 2h, D]; and `None`, for there are no maps to show.
     """
+    if is_packed(query, dropout, kwargs):
+        key, value = kwargs["cache"].update(key, value, module.layer_idx, kwargs)  # and names this layer's lengths
+        ends = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
+        return packed_attention(query, key, value, differential_lambda, *ends, module.map_dim, scaling), None
     blocked = is_blocked(query, attention_mask, dropout, kwargs)
     if not (blocked or is_flash(query, attention_mask, dropout, kwargs)):
         if attention_mask is not None and is_bounds(attention_mask):
@@ -136,15 +156,18 @@ def chosen(
     """What computes a call: `diff_fused` instead of `sdpa`, where it wins.
 
     It does so for V1, of which `sdpa` multiplies the zeros of the padded queries. In V2 it must be asked for by its
-    name: a converted Llama's logits are bit for bit the Llama's only if both are computed by `sdpa`.
+    name: a converted Llama's logits are bit for bit the Llama's only if both are computed by `sdpa`. In continuous
+    batching it does so for both: there `sdpa` multiplies every request's queries with every other's keys.
 
     Args:
         implementation: the configured one.
         variant: v1 or v2.
         query, attention_mask, dropout, options: as in `is_blocked`.
     """
-    replaces = implementation == "sdpa" and variant == "v1"
-    return NAME if replaces and is_blocked(query, attention_mask, dropout, options) else implementation
+    if implementation != "sdpa":
+        return implementation
+    wins = variant == "v1" and is_blocked(query, attention_mask, dropout, options)
+    return NAME if wins or is_packed(query, dropout, options) else implementation
 
 
 AttentionInterface.register(NAME, diff_fused_attention_forward)

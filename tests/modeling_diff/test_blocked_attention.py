@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffllama.modeling_diff import blocked_attention as module
-from diffllama.modeling_diff.blocked_attention import blocked_attention
+from diffllama.modeling_diff.blocked_attention import blocked_attention, packed_attention
 
 
 pytestmark = pytest.mark.slow  # and the same with every transformers
@@ -89,6 +89,21 @@ def test_one_query_is_decoded(variant: str, kind: str) -> None:
     tensors, mask = call(variant, 2, 3, 1, 13), mask_of(kind, 1, 13)
     ours = blocked_attention(*tensors, mask, {"v1": 8, "v2": 16}[variant], SCALING)
     torch.testing.assert_close(ours, both_maps(*tensors, mask), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("variant", ["v1", "v2"])
+@torch.no_grad()
+def test_sequences_that_follow_one_another_do_not_see_each_other(variant: str) -> None:
+    lengths = [(1, 9), (5, 5), (0, 0), (4, 13), (1, 1)]  # queries, keys
+    calls = [call(variant, 2, 3, n, m, batch=1) for n, m in lengths]
+    query, key, value = (torch.cat([one[i] for one in calls], dim=2) for i in range(3))
+    lambdas = calls[0][3] if variant == "v1" else torch.cat([one[3] for one in calls], dim=1)
+    ends = [torch.tensor([0, *column]).cumsum(0).int() for column in zip(*lengths, strict=True)]
+    query = torch.cat((query, query[:, :, :2]), dim=2)  # two more, of no sequence
+    ours = packed_attention(query, key, value, lambdas, *ends, {"v1": 8, "v2": 16}[variant], SCALING)
+    truth = torch.cat([both_maps(*one[:3], lambdas if variant == "v1" else one[3], None) for one in calls], dim=1)
+    torch.testing.assert_close(ours[:, :11], truth, rtol=1e-12, atol=1e-12)
+    assert not ours[:, 11:].any()
 
 
 @pytest.mark.parametrize("variant", ["v1", "v2"])

@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from cases import KINDS, batch
+from packaging.version import Version
 from tiny import EVERY_FEATURE, VARIANTS, paged, tiny_model, tokens
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
 from diffllama.modeling_diff import diff_fused
+from diffllama.modeling_diff.blocked_attention import packed_attention
 from diffllama.modeling_diff.diff_fused import NAME, chosen
 
 
@@ -119,13 +122,23 @@ def test_generated_tokens_are_those_of_eager(
     assert set(blocked[2:]) == {1}
 
 
-def test_continuous_batching_runs_as_before() -> None:
-    model = tiny_model("v1", attn_implementation="sdpa", eos_token_id=None)
-    prompt = tokens(1, 9)
-    expected = model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)[0, 9:].tolist()
-    model.generation_config.max_new_tokens, model.generation_config.do_sample = 6, False
-    outputs = model.generate_batch([prompt[0].tolist()], continuous_batching_config=paged(4, 64))
-    assert [output.generated_tokens for output in outputs.values()] == [expected]
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="the cache of pages is another one")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_continuous_batching_computes_each_request_by_itself(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(variant, attn_implementation="sdpa", eos_token_id=None)
+    prompts, seen = [tokens(n, seed=n).tolist() for n in (9, 4, 30)], []
+    settings = {"max_new_tokens": 6, "do_sample": False}
+    expected = [model.generate(torch.tensor([ids]), **settings)[0, -6:].tolist() for ids in prompts]
+    model.generation_config.update(**settings)
+
+    def packed(*call: Any) -> torch.Tensor:
+        seen.append(len(call[4]) - 1)
+        return packed_attention(*call)
+
+    monkeypatch.setattr(diff_fused, "packed_attention", packed)
+    outputs = model.generate_batch(prompts, continuous_batching_config=paged(8, 64))
+    assert [output.generated_tokens for output in outputs.values()] == expected
+    assert max(seen) == 3
 
 
 # --- as on a GPU: kernels in Triton's interpreter --------------------------------------------------------------------
