@@ -168,9 +168,12 @@ class Load:
     seconds: float
 
 
-def prompts(count: int, words: int) -> list[str]:
-    """So many different beginnings of a text."""
-    return [" ".join([str(k), *(WORDS[(i * i + i * k) % len(WORDS)] for i in range(words - 1))]) for k in range(count)]
+def prompts(count: int, words: int, first: int = 0) -> list[str]:
+    """So many different beginnings of a text, numbered from `first` on."""
+    return [
+        " ".join([str(k), *(WORDS[(i * i + i * k) % len(WORDS)] for i in range(words - 1))])
+        for k in range(first, first + count)
+    ]
 
 
 async def load(server: Server, clients: int, beginnings: list[str], new_tokens: int, tokenizer: Any) -> Load:
@@ -243,9 +246,10 @@ def run(
     """
     rows = []
     for count in clients:
-        beginnings = prompts(max(answers, 2 * count), words)
+        size = max(answers, 2 * count)
         seen: dict[str, list[Load]] = {name: [] for name in servers}
         for number in range(rounds + 1):
+            beginnings = prompts(size, words, first=number * size)  # of which no server has a prefix
             for name in sorted(servers, reverse=bool(number % 2)):
                 loaded = asyncio.run(load(servers[name], count, beginnings, new_tokens, tokenizer))
                 LOG.print(f"{count} clients, round {number} of {rounds}, {name}: {loaded.seconds:.1f} s")

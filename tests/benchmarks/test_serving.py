@@ -66,7 +66,7 @@ def test_servers_are_loaded_in_turn_and_compared(tmp_path: Path) -> None:
 
 
 def test_prompts_differ() -> None:
-    made = prompts(64, 128)
+    made = prompts(32, 128) + prompts(32, 128, first=32)
     assert len({text[:4] for text in made}) == 64
     assert {len(text.split()) for text in made} == {128}
 
