@@ -60,8 +60,8 @@ def train(variant, name, environment):
         PartialState(backend="gloo")
     folder = f"{variant}/{name}"
     arguments = TrainingArguments(
-        folder, max_steps=10, per_device_train_batch_size=4 // processes, learning_rate=1e-3, logging_steps=1,
-        save_steps=5, lr_scheduler_type="constant", report_to=[], seed=1, use_cpu=not zero, disable_tqdm=True,
+        folder, max_steps=20, per_device_train_batch_size=4 // processes, learning_rate=1e-3, logging_steps=1,
+        save_steps=10, lr_scheduler_type="constant", report_to=[], seed=1, use_cpu=not zero, disable_tqdm=True,
         accelerator_config={"use_configured_state": zero}, ddp_backend="gloo" if processes > 1 else None,
     )
     if fsdp:  # accelerate shards on GPUs alone; told that it has some, it shards on CPUs
@@ -157,7 +157,7 @@ RUNS: dict[str, tuple[int, str, dict[str, str]]] = {
     "two, then one": (1, "two", {}),
     "sharded, then one": (1, "sharded", {}),
 }
-"""How many processes, whose run they take up after five of the ten steps, and what accelerate tells them.
+"""How many processes, whose run they take up after ten of the twenty steps, and what accelerate tells them.
 
 Neighbours of as many processes run in the same ones.
 """
@@ -197,7 +197,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for variant, name in itertools.product(VARIANTS, environments):
             if begun := RUNS[name][1]:
                 checkpoint = work / variant / name / "begun"
-                shutil.copytree(work / variant / begun / "checkpoint-5", checkpoint)
+                shutil.copytree(work / variant / begun / "checkpoint-10", checkpoint)
                 if (name in CUT) != (begun in CUT):
                     translate(checkpoint)
         run(TRAIN, json.dumps(environments), processes=processes, work=work)
@@ -223,7 +223,7 @@ def saved(trained: Path, variant: str, name: str) -> DiffLlamaForCausalLM:
     """What a run has saved, in one process."""
     folder = trained / variant / name
     if not (folder / "model.safetensors").exists():  # each process has saved its shards
-        merge_fsdp_weights(str(folder / "checkpoint-10" / "pytorch_model_fsdp_0"), str(folder))
+        merge_fsdp_weights(str(folder / "checkpoint-20" / "pytorch_model_fsdp_0"), str(folder))
         shutil.copy(trained / variant / "begin" / "config.json", folder)
     return DiffLlamaForCausalLM.from_pretrained(folder)
 
@@ -232,7 +232,7 @@ def saved(trained: Path, variant: str, name: str) -> DiffLlamaForCausalLM:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_processes_train_as_one_does_and_take_up_what_others_began(variant: str, name: str, trained: Path) -> None:
     losses, alone = (facts(trained, variant, each)["losses"] for each in (name, "one"))
-    assert len(losses) == 10
+    assert len(losses) == 20
     assert losses == pytest.approx(alone, rel=1e-5)
     weights, expected = (saved(trained, variant, each).state_dict() for each in (name, "one"))
     assert weights.keys() == expected.keys()
@@ -244,7 +244,7 @@ def test_processes_train_as_one_does_and_take_up_what_others_began(variant: str,
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_they_measure_how_far_the_maps_are_apart_as_one_does(variant: str, name: str, trained: Path) -> None:
     cosines, alone = (facts(trained, variant, each)["cosines"] for each in (name, "one"))
-    assert len(cosines) == 11
+    assert len(cosines) == 21
     assert cosines == pytest.approx(alone, abs=1e-4)
 
 
@@ -278,8 +278,8 @@ def test_what_they_save_has_the_models_code(variant: str, name: str, trained: Pa
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_deepspeed_puts_its_shards_together_to_the_same_weights(variant: str, name: str, trained: Path) -> None:
     zero_to_fp32 = pytest.importorskip("deepspeed.utils.zero_to_fp32", reason=NO_DEEPSPEED)
-    checkpoint = trained / variant / name / "checkpoint-10"
-    assert len(list(checkpoint.glob("global_step10/*optim_states.pt"))) == 2
+    checkpoint = trained / variant / name / "checkpoint-20"
+    assert len(list(checkpoint.glob("global_step20/*optim_states.pt"))) == 2
     together = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(checkpoint)
     for tensor, expected in saved(trained, variant, name).state_dict().items():
         assert torch.equal(together[tensor], expected)
