@@ -269,12 +269,12 @@ def packed_attention(
     """
     _, maps, n, width = query.shape
     output = query.new_zeros(1, n, maps // 2, width)
+    lambdas = differential_lambda.expand(1, n, maps // 2, 1)
     for queries, keys in zip(pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True):
         rows, seen = slice(*queries), slice(*keys)
         if rows.start < rows.stop:
-            lambdas = differential_lambda if differential_lambda.dim() == 1 else differential_lambda[:, rows]
-            sequence = query[:, :, rows], key[:, :, seen], value[:, :, seen]
-            output[:, rows] = blocked_attention(*sequence, lambdas, None, map_dim, scaling)
+            sequence = query[:, :, rows], key[:, :, seen], value[:, :, seen], lambdas[:, rows]
+            output[:, rows] = blocked_attention(*sequence, None, map_dim, scaling)
     return output
 
 

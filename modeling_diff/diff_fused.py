@@ -7,7 +7,9 @@ with transformers like any other, takes the same call and gives their difference
 blocks in plain PyTorch, on GPUs by kernels in Triton. Where neither can be used, it is transformers' `sdpa`.
 """
 
-from inspect import signature
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +34,15 @@ def is_ordinary(query: torch.Tensor, dropout: float, options: dict[str, Any]) ->
     )
 
 
+def on_cpu(query: torch.Tensor) -> bool:
+    """Whether plain PyTorch computes a call as it is written: on a CPU, in float32 or float64."""
+    return (
+        query.device.type == "cpu"
+        and query.dtype in (torch.float32, torch.float64)
+        and not (torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
+    )
+
+
 def is_blocked(
     query: torch.Tensor, attention_mask: torch.Tensor | None, dropout: float, options: dict[str, Any]
 ) -> bool:
@@ -44,12 +55,16 @@ def is_blocked(
         options: what else the call has.
     """
     return (
-        query.device.type == "cpu"
-        and query.dtype in (torch.float32, torch.float64)
+        on_cpu(query)
         and is_ordinary(query, dropout, options)
         and (attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1))
-        and not (torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
     )
+
+
+@functools.cache
+def takes_options(update: Callable[..., Any]) -> bool:
+    """Whether this method of a cache of pages takes a call's options, as in transformers 5.23."""
+    return "kwargs" in inspect.signature(update).parameters
 
 
 def is_packed(query: torch.Tensor, dropout: float, options: dict[str, Any]) -> bool:
@@ -58,12 +73,10 @@ def is_packed(query: torch.Tensor, dropout: float, options: dict[str, Any]) -> b
     cache = options.get("cache")
     return (
         cache is not None
-        and query.device.type == "cpu"
-        and query.dtype in (torch.float32, torch.float64)
+        and on_cpu(query)
         and dropout == 0
         and options.get("sliding_window") is None
-        and "kwargs" in signature(cache.update).parameters
-        and not torch.compiler.is_compiling()
+        and takes_options(type(cache).update)
     )
 
 

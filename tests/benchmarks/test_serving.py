@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+from asking import readme_command
 from rich.console import Console
 from tiny import tiny_tokenizer
 
@@ -91,8 +92,7 @@ def test_what_does_not_start_is_said_with_its_last_words(tmp_path: Path) -> None
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_commands_are_those_of_the_readme_with_a_dtype(engine: Engine) -> None:
     program = {"transformers": "diffllama", "vllm": "vllm"}[engine]
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    (line,) = re.findall(rf"(?m)^{program} serve \S+ (.*)$", readme)
+    _, _, _, *options, _, _ = readme_command(program, Path("folder"), 8000)
     words = command(engine, "bin/python", "folder", 8000, "float32")
     assert Path(words[0]).name == program
-    assert set(re.sub(r"(--\S+) (?!-)", r"\1=", line).split()) <= set(words)
+    assert set(re.sub(r"(--\S+) (?!-)", r"\1=", " ".join(options)).split()) <= set(words)

@@ -1,6 +1,5 @@
 """When `diff_fused` computes a call, and that models give the same with it."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,8 +28,18 @@ def blocked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-PAGES = SimpleNamespace(update=lambda key_states, value_states, layer_idx, kwargs: None)
-OLD_PAGES = SimpleNamespace(update=lambda key_states, value_states, layer_idx, read_index, write_index: None)
+class Pages:
+    """A cache of pages, as transformers 5.23 updates it."""
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, kwargs: dict[str, Any]) -> Any: ...
+
+
+class OlderPages:
+    """As earlier versions do."""
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, read_index: Any, write_index: Any) -> Any: ...
+
+
 QUERY = torch.zeros(2, 4, 3, 8)
 MASK = torch.ones(2, 1, 3, 3, dtype=torch.bool)
 
@@ -52,9 +61,9 @@ def test_v1s_sdpa_is_computed_by_it(mask: torch.Tensor | None) -> None:
         pytest.param("sdpa", "v1", QUERY, MASK.float(), 0.0, {}, id="added mask"),
         pytest.param("sdpa", "v1", QUERY, MASK.expand(2, 4, 3, 3), 0.0, {}, id="mask of each head"),
         pytest.param("sdpa", "v1", QUERY, None, 0.1, {}, id="dropout"),
-        pytest.param("sdpa", "v1", QUERY, None, 0.0, {"cache": OLD_PAGES}, id="an older cache of pages"),
-        pytest.param("sdpa", "v2", QUERY.bfloat16(), None, 0.0, {"cache": PAGES}, id="pages in half precision"),
-        pytest.param("paged|eager", "v1", QUERY, None, 0.0, {"cache": PAGES}, id="pages, eager"),
+        pytest.param("sdpa", "v1", QUERY, None, 0.0, {"cache": OlderPages()}, id="an older cache of pages"),
+        pytest.param("sdpa", "v2", QUERY.bfloat16(), None, 0.0, {"cache": Pages()}, id="pages in half precision"),
+        pytest.param("paged|eager", "v1", QUERY, None, 0.0, {"cache": Pages()}, id="pages, eager"),
         pytest.param("sdpa", "v1", QUERY, None, 0.0, {"is_causal": False}, id="not causal"),
         pytest.param("sdpa", "v1", QUERY[:0], None, 0.0, {}, id="empty batch"),
     ],
@@ -129,10 +138,12 @@ def test_generated_tokens_are_those_of_eager(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_pages_are_computed_for_both_variants(variant: str) -> None:
-    assert chosen("sdpa", variant, QUERY, MASK, 0.0, {"cache": PAGES, "is_causal": False}) == NAME
+    assert chosen("sdpa", variant, QUERY, MASK, 0.0, {"cache": Pages(), "is_causal": False}) == NAME
 
 
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="the cache of pages is another one")
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"), reason="sdpa's then; test_generation.py compares it"
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_continuous_batching_computes_each_request_by_itself(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(variant, attn_implementation="sdpa", eos_token_id=None)
