@@ -23,6 +23,10 @@ ROWS = 128
 BLOCK = 2**22
 """Numbers of a block's map, 16 MiB in float32, unless one head has more: up to 16,384 keys each thread has a head."""
 
+SHORT = 512
+"""Keys of a sequence of one query up to which `packed_attention` copies them beside others': that takes less time than
+operations of its own, each of which wakes the other threads."""
+
 
 class Block:
     """Some queries of some key/value heads.
@@ -270,12 +274,55 @@ def packed_attention(
     _, maps, n, width = query.shape
     output = query.new_zeros(1, n, maps // 2, width)
     lambdas = differential_lambda.expand(1, n, maps // 2, 1)
-    for queries, keys in zip(pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True):
-        rows, seen = slice(*queries), slice(*keys)
-        if rows.start < rows.stop:
+    short = []
+    for (start, stop), (first, last) in zip(pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True):
+        rows, seen = slice(start, stop), slice(first, last)
+        if stop - start == 1 and last - first <= SHORT:
+            short.append((start, first, last - first))
+        elif start < stop:
             sequence = query[:, :, rows], key[:, :, seen], value[:, :, seen], lambdas[:, rows]
             output[:, rows] = blocked_attention(*sequence, None, map_dim, scaling)
+    if short:
+        places, firsts, lengths = torch.tensor(short).unbind(1)
+        output[:, places] = one_query_each(
+            query[:, :, places], key, value, lambdas[:, places], firsts, lengths, scaling
+        )
     return output
+
+
+def one_query_each(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    differential_lambda: torch.Tensor,
+    firsts: torch.Tensor,
+    lengths: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """Sequences of one query in one call of PyTorch's, their keys and values copied to rows as long as the longest.
+
+    Args:
+        query: [1, 2h, n, D], one of each sequence. key, value: [1, key/value heads, m, D].
+        differential_lambda: λ, [1, n, h, 1].
+        firsts: where each sequence's keys begin, [n].
+        lengths: how many it has, [n].
+        scaling: of the scores.
+
+    Returns:
+        [1, n, h, D].
+    """
+    places = torch.arange(int(lengths.max()))
+    seen = places < lengths[:, None]  # [n, longest]
+    own = firsts[:, None] + torch.minimum(places, lengths[:, None] - 1)  # behind its keys, its last one again
+    keys, values = (
+        tensor[0].transpose(0, 1).index_select(0, own.flatten()).unflatten(0, own.shape).transpose(1, 2)
+        for tensor in (key, value)
+    )  # [n, key/value heads, longest, D]
+    both = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(0, 2), keys, values, seen[:, None, None], scale=scaling, enable_gqa=True
+    )
+    first, second = both.unflatten(1, (-1, 2)).squeeze(3).unbind(2)  # [n, h, D]
+    return torch.addcmul(first, second, differential_lambda[0], value=-1)[None]
 
 
 def one_query(

@@ -68,8 +68,8 @@ def takes_options(update: Callable[..., Any]) -> bool:
 
 
 def is_packed(query: torch.Tensor, dropout: float, options: dict[str, Any]) -> bool:
-    """Whether `packed_attention` can compute a call: of continuous batching on a CPU, in float32 or float64, without a
-    window, and with a cache of pages that transformers 5.23 has. Arguments as in `is_blocked`."""
+    """Whether `packed_attention` computes a call: of continuous batching on a CPU, of several requests, in float32 or
+    float64, without a window, and with a cache of pages that transformers 5.23 has. Arguments as in `is_blocked`."""
     cache = options.get("cache")
     return (
         cache is not None
@@ -77,6 +77,7 @@ def is_packed(query: torch.Tensor, dropout: float, options: dict[str, Any]) -> b
         and dropout == 0
         and options.get("sliding_window") is None
         and takes_options(type(cache).update)
+        and len(options["cu_seq_lens_q"]) > 2
     )
 
 
@@ -170,7 +171,8 @@ def chosen(
 
     It does so for V1, of which `sdpa` multiplies the zeros of the padded queries. In V2 it must be asked for by its
     name: a converted Llama's logits are bit for bit the Llama's only if both are computed by `sdpa`. In continuous
-    batching it does so for both: there `sdpa` multiplies every request's queries with every other's keys.
+    batching it does so for several requests of either: there `sdpa` multiplies every request's queries with every
+    other's keys.
 
     Args:
         implementation: the configured one.

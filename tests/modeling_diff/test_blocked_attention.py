@@ -91,20 +91,27 @@ def test_one_query_is_decoded(variant: str, kind: str) -> None:
     torch.testing.assert_close(ours, both_maps(*tensors, mask), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("short", [0, 8, 100])
 @pytest.mark.parametrize("variant", ["v1", "v2"])
 @torch.no_grad()
-def test_sequences_that_follow_one_another_do_not_see_each_other(variant: str) -> None:
-    lengths = [(1, 9), (5, 5), (0, 0), (4, 13), (1, 1)]  # queries, keys
+def test_sequences_that_follow_one_another_do_not_see_each_other(
+    variant: str, short: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SHORT", short)
+    lengths = [(1, 9), (5, 5), (0, 0), (4, 13), (1, 1), (1, 7)]  # queries, keys
     calls = [call(variant, 2, 3, n, m, batch=1) for n, m in lengths]
     query, key, value = (torch.cat([one[i] for one in calls], dim=2) for i in range(3))
     lambdas = calls[0][3] if variant == "v1" else torch.cat([one[3] for one in calls], dim=1)
     ends = [torch.tensor([0, *column]).cumsum(0).int() for column in zip(*lengths, strict=True)]
     query = torch.cat((query, query[:, :, :2]), dim=2)  # two more, of no sequence
     padded = lambdas if variant == "v1" else torch.cat((lambdas, lambdas[:, :2]), dim=1)
-    ours = packed_attention(query, key, value, padded, *ends, {"v1": 8, "v2": 16}[variant], SCALING)
+    rest = padded, *ends, {"v1": 8, "v2": 16}[variant], SCALING
+    ours = packed_attention(query, key, value, *rest)
     truth = torch.cat([both_maps(*one[:3], lambdas if variant == "v1" else one[3], None) for one in calls], dim=1)
-    torch.testing.assert_close(ours[:, :11], truth, rtol=1e-12, atol=1e-12)
-    assert not ours[:, 11:].any()
+    torch.testing.assert_close(ours[:, :12], truth, rtol=1e-12, atol=1e-12)
+    assert not ours[:, 12:].any()
+    key[:, :, :9], value[:, :, :9] = math.nan, math.nan
+    assert torch.equal(packed_attention(query, key, value, *rest)[:, 1:], ours[:, 1:])
 
 
 @pytest.mark.parametrize("variant", ["v1", "v2"])

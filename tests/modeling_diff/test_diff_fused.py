@@ -41,6 +41,8 @@ class OlderPages:
 
 
 QUERY = torch.zeros(2, 4, 3, 8)
+PAGED = {"cache": Pages(), "cu_seq_lens_q": torch.tensor([0, 1, 3])}  # of two requests
+ONE_REQUEST = {"cu_seq_lens_q": torch.tensor([0, 3])}
 MASK = torch.ones(2, 1, 3, 3, dtype=torch.bool)
 
 
@@ -61,9 +63,10 @@ def test_v1s_sdpa_is_computed_by_it(mask: torch.Tensor | None) -> None:
         pytest.param("sdpa", "v1", QUERY, MASK.float(), 0.0, {}, id="added mask"),
         pytest.param("sdpa", "v1", QUERY, MASK.expand(2, 4, 3, 3), 0.0, {}, id="mask of each head"),
         pytest.param("sdpa", "v1", QUERY, None, 0.1, {}, id="dropout"),
-        pytest.param("sdpa", "v1", QUERY, None, 0.0, {"cache": OlderPages()}, id="an older cache of pages"),
-        pytest.param("sdpa", "v2", QUERY.bfloat16(), None, 0.0, {"cache": Pages()}, id="pages in half precision"),
-        pytest.param("paged|eager", "v1", QUERY, None, 0.0, {"cache": Pages()}, id="pages, eager"),
+        pytest.param("sdpa", "v1", QUERY, None, 0.0, PAGED | {"cache": OlderPages()}, id="an older cache of pages"),
+        pytest.param("sdpa", "v1", QUERY, None, 0.0, PAGED | ONE_REQUEST, id="pages, one request"),
+        pytest.param("sdpa", "v2", QUERY.bfloat16(), None, 0.0, PAGED, id="pages in half precision"),
+        pytest.param("paged|eager", "v1", QUERY, None, 0.0, PAGED, id="pages, eager"),
         pytest.param("sdpa", "v1", QUERY, None, 0.0, {"is_causal": False}, id="not causal"),
         pytest.param("sdpa", "v1", QUERY[:0], None, 0.0, {}, id="empty batch"),
     ],
@@ -138,7 +141,7 @@ def test_generated_tokens_are_those_of_eager(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_pages_are_computed_for_both_variants(variant: str) -> None:
-    assert chosen("sdpa", variant, QUERY, MASK, 0.0, {"cache": Pages(), "is_causal": False}) == NAME
+    assert chosen("sdpa", variant, QUERY, MASK, 0.0, PAGED | {"is_causal": False}) == NAME
 
 
 @pytest.mark.skipif(
