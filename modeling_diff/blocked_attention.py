@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from .differential_attention import combine_maps
+
 
 ROWS = 128
 """Queries of a block: enough for fast products, few enough that causal blocks end near the diagonal."""
@@ -24,8 +26,8 @@ BLOCK = 2**22
 """Numbers of a block's map, 16 MiB in float32, unless one head has more: up to 16,384 keys each thread has a head."""
 
 SHORT = 512
-"""Keys of a sequence of one query up to which `packed_attention` copies them beside others': that takes less time than
-operations of its own, each of which wakes the other threads."""
+"""Keys of a sequence up to which `packed_attention` needs fewest operations, rather than least work: within a server's
+thread each operation takes as long to wake the other threads as these few keys take."""
 
 
 class Block:
@@ -280,8 +282,11 @@ def packed_attention(
         if stop - start == 1 and last - first <= SHORT:
             short.append((start, first, last - first))
         elif start < stop:
-            sequence = query[:, :, rows], key[:, :, seen], value[:, :, seen], lambdas[:, rows]
-            output[:, rows] = blocked_attention(*sequence, None, map_dim, scaling)
+            sequence = query[:, :, rows], key[:, :, seen], value[:, :, seen], lambdas[:, rows], None
+            if stop - start == last - first <= SHORT:
+                output[:, rows] = subtracted_outputs(*sequence, scaling)
+            else:
+                output[:, rows] = blocked_attention(*sequence, map_dim, scaling)
     if short:
         places, firsts, lengths = torch.tensor(short).unbind(1)
         output[:, places] = one_query_each(
@@ -318,11 +323,33 @@ def one_query_each(
         tensor[0].transpose(0, 1).index_select(0, own.flatten()).unflatten(0, own.shape).transpose(1, 2)
         for tensor in (key, value)
     )  # [n, key/value heads, longest, D]
+    each = query.transpose(0, 2), keys, values, differential_lambda.transpose(0, 1)
+    return subtracted_outputs(*each, seen[:, None, None], scaling).transpose(0, 1)
+
+
+def subtracted_outputs(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    differential_lambda: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    """As `blocked_attention`, but both maps' outputs are subtracted, which one call of PyTorch's computes.
+
+    Args:
+        query: [b, 2h, n, D]. key, value: [b, key/value heads, m, D].
+        differential_lambda: λ, [b, n, h, 1].
+        mask: `None`, causal with n = m, or which keys a query sees, [b, 1, n, m].
+        scaling: of the scores.
+
+    Returns:
+        [b, n, h, D].
+    """
     both = torch.nn.functional.scaled_dot_product_attention(
-        query.transpose(0, 2), keys, values, seen[:, None, None], scale=scaling, enable_gqa=True
+        query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
     )
-    first, second = both.unflatten(1, (-1, 2)).squeeze(3).unbind(2)  # [n, h, D]
-    return torch.addcmul(first, second, differential_lambda[0], value=-1)[None]
+    return combine_maps(both.transpose(1, 2), differential_lambda)
 
 
 def one_query(
