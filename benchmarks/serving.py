@@ -65,7 +65,7 @@ class Server:
 SERVERS: dict[Engine, tuple[str, tuple[str, ...]]] = {
     "transformers": (
         "diffllama",
-        ("--continuous-batching", "--attn-implementation=sdpa", "--cb-num-blocks=512", "--cb-max-batch-tokens=512"),
+        ("--continuous-batching", "--attn-implementation=sdpa", "--cb-num-blocks=128", "--cb-max-batch-tokens=512"),
     ),
     "vllm": ("vllm", ("--max-model-len=1024",)),
 }
