@@ -8,7 +8,7 @@ OLDEST_TRANSFORMERS := transformers==5.6.0
 # Tests that see little of transformers, and run with the newest alone
 ONCE := benchmarks examples evaluation/probes test_security.py modeling_diff/test_diff_fused.py \
 	$(addprefix hub_cards/test_,cards.py checks.py upload.py) \
-	$(addprefix conversion/test_,checkpoints.py convert.py operations.py unilm.py)
+	$(addprefix conversion/test_,checkpoints.py convert.py operations.py pickles.py shards.py tensor_bytes.py unilm.py)
 MIDDLE := .venv-middle
 MIDDLE_TRANSFORMERS := transformers==5.15.1
 VLLM := .venv-vllm

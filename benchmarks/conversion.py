@@ -39,7 +39,8 @@ from safetensors.torch import safe_open, save_file
 
 from diffllama import DiffLlamaConfig
 from diffllama.conversion import convert
-from diffllama.conversion.checkpoints import open_checkpoint, write_shards
+from diffllama.conversion.checkpoints import open_checkpoint
+from diffllama.conversion.shards import write_shards
 from diffllama.conversion.transformers_models import expected_tensors
 from diffllama.conversion.weight_map import Rule, plan
 

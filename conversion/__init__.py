@@ -16,16 +16,10 @@ from transformers import PreTrainedConfig
 
 from diffllama import __version__
 from diffllama.choices import DTYPES, SOURCES, TARGETS
-from diffllama.conversion.checkpoints import (
-    NAMES,
-    Checkpoint,
-    Progress,
-    fingerprint,
-    open_checkpoint,
-    write_shards,
-)
+from diffllama.conversion.checkpoints import NAMES, Checkpoint, fingerprint, open_checkpoint
 from diffllama.conversion.output_folder import check_apart, check_free, new_folder
 from diffllama.conversion.recipes import Recipe, find_recipe
+from diffllama.conversion.shards import Progress, write_shards
 from diffllama.conversion.transformers_models import (
     COMPANIONS,
     TransformersResult,

@@ -1,40 +1,25 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints, read a tensor at a time, and safetensors shards, written a tensor at a time.
+"""Checkpoints, read a tensor at a time."""
 
-The safetensors library reads single tensors but writes only files whose tensors are all in memory, so the writer is
-here. A file is the header's length (8 bytes, little-endian), the header (JSON: name -> dtype, shape, begin and end of
-its bytes), and the bytes of the tensors, one after another.
-"""
-
-import errno
 import hashlib
 import json
-import os
-import pickle
-import re
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 
-from diffllama.conversion.weight_map import CheckpointError, Step, lines
+from diffllama.conversion.pickles import read_pickle
+from diffllama.conversion.tensor_bytes import DTYPES, send, write
+from diffllama.conversion.weight_map import CheckpointError, lines
 
-
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""The dtypes that are converted, by their names in safetensors files."""
 
 PICKLES = (".bin", ".pt", ".pth")
 SUFFIXES = (".safetensors", *PICKLES)
 NAMES = ("model.safetensors", "pytorch_model.bin")
 """What transformers calls a folder's weights, or with `.index.json` behind it, the index of their shards."""
-
-Progress = Callable[[int, int], None]
-"""Is called with the number of bytes written and their total."""
 
 
 class TensorFile(Protocol):
@@ -230,129 +215,3 @@ def sha256(file: TensorFile, path: Path) -> str:
             while block := opened.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
-
-
-def read_pickle(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a pickled state dict, without running code from it.
-
-    Dictionaries and lists of state dicts become one, names joined by dots; a state dict under `model` or `state_dict`
-    stands for the file.
-
-    Raises:
-        ValueError: the file holds anything but tensors of floating-point numbers, or is cut off, or would run code.
-    """
-    with path.open("rb") as file:
-        zipped = file.read(4) == b"PK\3\4"  # pickles from before torch 1.6 are not, and cannot be mapped into memory
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"it names {named[1]}, and " if named else ""
-        raise ValueError(f"is no pickle of plain tensors; {what}nothing else is read, for it could run code") from error
-    except Exception as error:  # damaged pickles fail anywhere in torch
-        reason = " ".join((type(error).__name__, *str(error).split()))
-        raise ValueError(f"torch cannot load it, it may be cut off: {reason}") from error
-    for key in ("model", "state_dict"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-    tensors: dict[str, torch.Tensor] = {}
-
-    def collect(value: Any, name: str) -> None:
-        if isinstance(value, (dict, list, tuple)):
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                collect(item, f"{name}.{key}" if name else str(key))
-        elif not isinstance(value, torch.Tensor) or value.dtype not in DTYPES.values():
-            kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-            raise ValueError(f"{name or 'it'} is {kind}, not a tensor of floating-point numbers ({', '.join(DTYPES)})")
-        elif value.layout != torch.strided or value.is_nested or value.is_meta:
-            what = "nested" if value.is_nested else "without values" if value.is_meta else str(value.layout)
-            raise ValueError(f"{name or 'it'} is {what}, not a dense tensor")
-        elif name in tensors:
-            raise ValueError(f"two tensors are called {name}")
-        else:
-            tensors[name] = value.detach()
-
-    collect(content, "")
-    return tensors
-
-
-def send(file: BinaryIO, begin: int, count: int, out: BinaryIO) -> int:
-    """Appends `count` bytes of a file, or fewer, to an unbuffered file. Returns how many; 0 at the file's end."""
-    if sys.platform == "linux":
-        try:
-            return os.sendfile(out.fileno(), file.fileno(), begin, count)  # within the kernel, as `shutil` does
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOSYS):  # not every file system can
-                raise
-    file.seek(begin)
-    return out.write(file.read(min(count, 1 << 20)))
-
-
-def write(tensor: torch.Tensor, out: BinaryIO) -> None:
-    """Appends a tensor's bytes to an unbuffered file."""
-    write_bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data, out)
-
-
-def write_bytes(rest: memoryview, out: BinaryIO) -> None:
-    """Appends bytes to an unbuffered file, which may take only some of them at once."""
-    while rest:
-        rest = rest[out.write(rest) :]
-
-
-def write_shards(
-    folder: Path,
-    steps: Mapping[str, Step],
-    checkpoint: Checkpoint,
-    max_shard_size: int | str = "5GB",
-    stem: str = "model",
-    progress: Progress | None = None,
-) -> None:
-    """Carries out a plan, with one tensor in memory at a time.
-
-    Args:
-        folder: where `{stem}.safetensors` is written, or shards and their index, named as transformers names them.
-        steps: the plan, see `weight_map.plan`.
-        checkpoint: where the steps' inputs come from.
-        max_shard_size: bytes, or a text like "5GB"; a larger tensor gets a shard of its own.
-        progress: see `Progress`.
-    """
-    results = {name: step.result for name, step in steps.items()}
-    size = re.fullmatch(r"(\d+)([KMGT]B)?", str(max_shard_size))
-    if size is None or int(size[1]) == 0:
-        raise ValueError(f"`max_shard_size` must be a number of bytes or a text like '5GB', got {max_shard_size!r}.")
-    split = split_torch_state_dict_into_shards(
-        results,
-        filename_pattern=f"{stem}{{suffix}}.safetensors",
-        max_shard_size=size[0] if size[2] else int(size[1]),
-    )
-    total, done = sum(tensor.nbytes for tensor in results.values()), 0
-    for filename, names in split.filename_to_tensors.items():
-        # Wide dtypes first, so that every tensor begins at a multiple of its elements' size
-        names = sorted(names, key=lambda name: -results[name].element_size())
-        with (folder / filename).open("wb", buffering=0) as out:
-            write_bytes(memoryview(file_header({name: results[name] for name in names})), out)
-            for name in names:
-                step = steps[name]
-                if step.copied:
-                    checkpoint.copy(step.inputs[0], out)
-                else:
-                    write(step.make(*map(checkpoint.read, step.inputs)), out)
-                done += step.result.nbytes
-                if progress is not None:
-                    progress(done, total)
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def file_header(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """What a safetensors file of these tensors, in this order, begins with."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text

@@ -11,8 +11,9 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from diffllama.conversion import check_space, common_dtype, separate_head
-from diffllama.conversion.checkpoints import Checkpoint, Progress, fingerprint, open_checkpoint, write_shards
+from diffllama.conversion.checkpoints import Checkpoint, fingerprint, open_checkpoint
 from diffllama.conversion.output_folder import check_apart, check_free, new_folder
+from diffllama.conversion.shards import Progress, write_shards
 from diffllama.conversion.transformers_models import TransformersSource, expected_tensors, has_chat_template
 from diffllama.conversion.weight_map import Step, check_tensors, lines
 from diffllama.files import replace_file

@@ -387,7 +387,7 @@ def test_overwriting_leaves_nothing_of_the_old_folder(source: Path, tmp_path: Pa
 @pytest.mark.parametrize("older", [False, True], ids=["new", "overwrite"])
 @pytest.mark.parametrize(
     "step",
-    ["checkpoints.file_header", "transformers_models.write_code", "compare", "model_card"],
+    ["shards.file_header", "transformers_models.write_code", "compare", "model_card"],
 )
 def test_a_failure_in_the_middle_changes_nothing(
     step: str, older: bool, error: BaseException, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -489,14 +489,14 @@ def test_a_size_that_is_none_is_refused(size: int | str, source: Path, tmp_path:
 SLOW = """
 import signal, sys, time
 from diffllama.cli import main
-from diffllama.conversion import checkpoints
+from diffllama.conversion import shards
 
-def write(tensor, out, write=checkpoints.write):
+def write(tensor, out, write=shards.write):
     write(tensor, out)
     print("writing", flush=True)
     time.sleep(60)
 
-checkpoints.write = write
+shards.write = write
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started with it ignored
 sys.argv = ["diffllama", "convert", "src", "dest", "--from", "llama"]
 main()

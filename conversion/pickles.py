@@ -1,0 +1,56 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Pickled state dicts, read without running code from them."""
+
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffllama.conversion.tensor_bytes import DTYPES
+
+
+def read_pickle(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a pickled state dict, without running code from it.
+
+    Dictionaries and lists of state dicts become one, names joined by dots; a state dict under `model` or `state_dict`
+    stands for the file.
+
+    Raises:
+        ValueError: the file holds anything but tensors of floating-point numbers, or is cut off, or would run code.
+    """
+    with path.open("rb") as file:
+        zipped = file.read(4) == b"PK\3\4"  # pickles from before torch 1.6 are not, and cannot be mapped into memory
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"it names {named[1]}, and " if named else ""
+        raise ValueError(f"is no pickle of plain tensors; {what}nothing else is read, for it could run code") from error
+    except Exception as error:  # damaged pickles fail anywhere in torch
+        reason = " ".join((type(error).__name__, *str(error).split()))
+        raise ValueError(f"torch cannot load it, it may be cut off: {reason}") from error
+    for key in ("model", "state_dict"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    tensors: dict[str, torch.Tensor] = {}
+
+    def collect(value: Any, name: str) -> None:
+        if isinstance(value, (dict, list, tuple)):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                collect(item, f"{name}.{key}" if name else str(key))
+        elif not isinstance(value, torch.Tensor) or value.dtype not in DTYPES.values():
+            kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(f"{name or 'it'} is {kind}, not a tensor of floating-point numbers ({', '.join(DTYPES)})")
+        elif value.layout != torch.strided or value.is_nested or value.is_meta:
+            what = "nested" if value.is_nested else "without values" if value.is_meta else str(value.layout)
+            raise ValueError(f"{name or 'it'} is {what}, not a dense tensor")
+        elif name in tensors:
+            raise ValueError(f"two tensors are called {name}")
+        else:
+            tensors[name] = value.detach()
+
+    collect(content, "")
+    return tensors

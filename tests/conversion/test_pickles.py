@@ -1,0 +1,204 @@
+"""Pickled state dicts are read without running code."""
+
+import pickle
+import random
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from weight_files import (
+    SINGLE,
+    A,
+    B,
+    C,
+    all_same,
+    as_they_are,
+    each_format,
+    ignore_protocols,
+    message,
+    randoms,
+    save,
+    save_legacy,
+    values,
+    write_file,
+)
+
+from diffllama.conversion.checkpoints import open_checkpoint
+from diffllama.conversion.shards import write_shards
+from diffllama.conversion.tensor_bytes import DTYPES
+from diffllama.conversion.weight_map import CheckpointError
+
+
+@each_format
+def test_pickles_are_read(to_file: Callable[[Path, Any], Path], tmp_path: Path) -> None:
+    weights = {name: randoms((3, 2), dtype) for name, dtype in DTYPES.items()} | {"none": randoms((0, 4))}
+    assert all_same(values(open_checkpoint(to_file(tmp_path / "x.bin", weights))), weights)
+
+
+@each_format
+def test_pickled_views_and_shared_storage_are_read_as_what_they_show(
+    to_file: Callable[[Path, Any], Path], tmp_path: Path
+) -> None:
+    whole = torch.randn(6, 8)
+    weights = {
+        "whole": whole,
+        "transposed": whole.T,
+        "rows": whole[2:4],
+        "columns": whole[:, 3:5],
+        "strided": whole[::2, ::3],
+        "expanded": whole[0].expand(3, 8),
+        "parameter": torch.nn.Parameter(whole[0]),
+    }
+    checkpoint = open_checkpoint(to_file(tmp_path / "x.bin", weights))
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in values(checkpoint).items())
+    assert not any(tensor.requires_grad for tensor in values(checkpoint).values())
+    write_shards(tmp_path, as_they_are(checkpoint), checkpoint)
+    assert all_same(load_file(tmp_path / SINGLE), {name: tensor.detach() for name, tensor in weights.items()})
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"model": {"a": A, "b": B}, "optimizer": {"lr": 0.1}, "step": 7}, {"a": A, "b": B}),
+        ({"state_dict": {"a": A}, "epoch": 3}, {"a": A}),
+        ({"model": {"state_dict": {"a": A}}}, {"a": A}),
+        ([{"a": A}, {"a": B}], {"0.a": A, "1.a": B}),
+        (({"a": A}, {"a": B}), {"0.a": A, "1.a": B}),
+        ({0: {"a": A}, 1: {"a": B}}, {"0.a": A, "1.a": B}),
+        ({"layers": [{"x": {"a": A}}, [B, C]]}, {"layers.0.x.a": A, "layers.1.0": B, "layers.1.1": C}),
+        ({"model": A, "b": B}, {"model": A, "b": B}),
+        ({"model": [{"a": A}]}, {"model.0.a": A}),
+        (torch.nn.Linear(3, 2).state_dict(), None),
+    ],
+    ids=["model", "state_dict", "both", "list", "tuple", "numbers", "nested", "tensor", "list of model", "module"],
+)
+@each_format
+def test_nested_state_dicts_become_one_with_dotted_names(
+    to_file: Callable[[Path, Any], Path], content: Any, expected: dict[str, torch.Tensor] | None, tmp_path: Path
+) -> None:
+    assert all_same(values(open_checkpoint(to_file(tmp_path / "x.bin", content))), expected or content)
+
+
+NO_WEIGHTS: dict[str, Any] = {
+    "step is int": {"a": A, "step": 7},
+    "layers.1.name is str": {"a": A, "layers": [{"x": A}, {"name": "q"}]},
+    "a.b is NoneType": {"a": {"b": None}},
+    "a is float": {"a": 1.5},
+    "a is torch.int64": {"a": torch.arange(3)},
+    "a is torch.uint8": {"a": torch.ones(3, dtype=torch.uint8)},
+    "a is torch.bool": {"a": torch.ones(3, dtype=torch.bool)},
+    "a is torch.complex64": {"a": torch.ones(3, dtype=torch.complex64)},
+    "a is torch.sparse_coo, not a dense tensor": {"a": torch.eye(3).to_sparse()},
+    "a is without values": {"a": torch.empty(3, device="meta")},
+    "two tensors are called a.b": {"a.b": A, "a": {"b": B}},
+    "two tensors are called 0": {0: A, "0": B},
+    "it is str": "weights",
+}
+"""What is said -> what is in the pickle."""
+
+
+@each_format
+@pytest.mark.parametrize("culprit", NO_WEIGHTS)
+def test_what_is_no_tensor_of_floating_point_numbers_is_refused_by_name(
+    to_file: Callable[[Path, Any], Path], culprit: str, tmp_path: Path
+) -> None:
+    assert f"x.bin: {culprit}" in message(to_file(tmp_path / "x.bin", NO_WEIGHTS[culprit]))
+
+
+def test_a_pickled_tensor_of_eight_bits_is_refused_by_name(tmp_path: Path) -> None:  # torch has no legacy ones
+    file = save(tmp_path / "x.bin", {"a": torch.ones(3).to(torch.float8_e4m3fn)})
+    assert "x.bin: a is torch.float8_e4m3fn, not a tensor of floating-point numbers" in message(file)
+
+
+def test_a_list_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    content: list[Any] = [A]
+    content.append(content)
+    assert "x.bin: maximum recursion depth" in message(save(tmp_path / "x.bin", content))
+
+
+@each_format
+def test_a_pickle_that_is_cut_off_anywhere_is_refused_by_name(
+    to_file: Callable[[Path, Any], Path], tmp_path: Path
+) -> None:
+    content = to_file(tmp_path / "x.bin", {"a": randoms((40, 40)), "b": randoms((2,))}).read_bytes()
+    ends = (0, 1, 2, 3, 4, 10, 50, 100, 200, 300, 400, 500, 600, len(content) // 2, len(content) - 1)
+    for end in ends:
+        (tmp_path / "x.bin").write_bytes(content[:end])
+        text = message(tmp_path / "x.bin")
+        assert "\n  x.bin: torch cannot load it, it may be cut off: " in text or "is no pickle of plain tensors" in text
+        assert "weights_only" not in text  # torch's advice, to run whatever is in it
+
+
+@ignore_protocols
+@each_format
+def test_damaged_pickles_are_read_or_refused(to_file: Callable[[Path, Any], Path], tmp_path: Path) -> None:
+    content = to_file(tmp_path / "x.bin", {"a": randoms((15, 15))}).read_bytes()
+    # Legacy files call a storage by its address, other than which they are always the same
+    content = re.sub(rb"X....\d{9,}", b"X\7\0\0\0storage", content, flags=re.DOTALL)
+    open_checkpoint(write_file(tmp_path / "x.bin", content))
+    chance, refused = random.Random(0), 0
+    for _ in range(150):
+        damaged = bytearray(content)
+        for _ in range(2):
+            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+        try:
+            open_checkpoint(write_file(tmp_path / "x.bin", damaged))
+        except CheckpointError:  # and nothing else
+            refused += 1
+    assert 20 < refused < 150
+
+
+@ignore_protocols
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"garbage" * 99, "is no pickle of plain tensors"),
+        (b"<html><body>Not found</body></html>", "is no pickle of plain tensors"),
+        (pickle.dumps({"a": [1.0]}), "is no pickle of plain tensors"),
+        (b"PK\3\4 is no zip file", "torch cannot load it, it may be cut off: RuntimeError"),
+    ],
+    ids=["garbage", "html", "plain pickle", "no zip"],
+)
+def test_what_is_no_pickle_of_torch_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    assert f"\n  pytorch_model.bin: {reason}" in message(tmp_path)
+
+
+class Evil:
+    """Makes a file when it is unpickled by pickle itself."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, tuple[str, str]]:
+        return open, (str(self.file), "w")
+
+
+def save_plain(file: Path, content: Any) -> Path:
+    """Pickles without torch."""
+    return write_file(file, pickle.dumps(content))
+
+
+@ignore_protocols
+@pytest.mark.parametrize("to_file", [save, save_legacy, save_plain], ids=["zip", "legacy", "plain"])
+def test_a_pickle_with_code_is_refused_and_not_run(to_file: Callable[[Path, Any], Path], tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    file = to_file(tmp_path / "x.bin", {"a": torch.ones(2), "evil": Evil(trace)})
+    text = message(file)
+    assert "x.bin: is no pickle of plain tensors; " in text
+    assert "could run code" in text
+    assert "weights_only" not in text  # torch's advice, to run it
+    assert not trace.exists()
+    pickle.loads(pickle.dumps(Evil(trace))).close()
+    assert trace.exists()  # it would have run
+
+
+@each_format
+def test_what_a_pickle_names_beside_tensors_is_said(to_file: Callable[[Path, Any], Path], tmp_path: Path) -> None:
+    file = to_file(tmp_path / "x.bin", {"model": {"a": A}, "args": Namespace(lr=0.1)})  # as fairseq saves them
+    assert "x.bin: is no pickle of plain tensors; it names argparse.Namespace, " in message(file)

@@ -1,0 +1,171 @@
+"""Shards are what was to be written, and transformers reads them."""
+
+import gc
+import json
+import tempfile
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llamas import llama
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tiny import tiny_config
+from transformers import LlamaForCausalLM
+from weight_files import (
+    INDEX,
+    SINGLE,
+    all_same,
+    as_they_are,
+    in_memory,
+    randoms,
+    read_shards,
+    values,
+)
+
+from diffllama.conversion.checkpoints import Checkpoint, SafetensorsFile, TensorsInMemory, open_checkpoint
+from diffllama.conversion.shards import write_shards
+from diffllama.conversion.tensor_bytes import DTYPES
+from diffllama.conversion.weight_map import Rule, Step, plan
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    tensors=st.dictionaries(
+        # JSON has no words for halves of surrogate pairs, and safetensors keeps one name for itself
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lambda name: name != "__metadata__"),
+        st.tuples(st.sampled_from(list(DTYPES.values())), st.lists(st.integers(0, 5), max_size=3)),
+        min_size=1,
+        max_size=6,
+    ),
+    max_shard_size=st.sampled_from(["5GB", 200, 1]),
+)
+def test_what_is_written_is_read_bit_for_bit(
+    tensors: dict[str, tuple[torch.dtype, list[int]]], max_shard_size: int | str
+) -> None:
+    weights = {name: randoms(tuple(shape), dtype, i) for i, (name, (dtype, shape)) in enumerate(tensors.items())}
+    with tempfile.TemporaryDirectory() as folder:
+        roots = [Path(folder) / name for name in ("made", "copied")]
+        for root, source in zip(roots, (lambda: in_memory(weights), lambda: open_checkpoint(roots[0])), strict=True):
+            root.mkdir()
+            checkpoint = source()
+            write_shards(root, as_they_are(checkpoint, copied=root.name == "copied"), checkpoint, max_shard_size)
+            assert all_same(read_shards(root), weights)
+            assert all_same(values(open_checkpoint(root)), weights)
+            for file in root.glob("*.safetensors"):
+                with safe_open(file, "pt") as opened:
+                    assert opened.metadata() == {"format": "pt"}
+                for name, (begin, _) in SafetensorsFile(file).ranges.items():
+                    assert begin % weights[name].element_size() == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["a", '"', "\\", "'", "\n", "\0", "ü", "名", "🙂", "{i}", "a.b", "/", "../x", " ", ""], ids=ascii
+)
+def test_any_name_is_kept(name: str, tmp_path: Path) -> None:
+    weights = {name: torch.ones(3), f"{name}2": torch.zeros(1)}
+    write_shards(tmp_path, as_they_are(in_memory(weights)), in_memory(weights))
+    assert all_same(load_file(tmp_path / SINGLE), weights)
+    assert all_same(values(open_checkpoint(tmp_path)), weights)
+
+
+@pytest.mark.parametrize("view", ["transposed", "expanded", "every second", "parameter", "negated"])
+def test_views_are_written_as_what_they_show(view: str, tmp_path: Path) -> None:
+    tensor = {
+        "transposed": torch.arange(6.0).view(2, 3).T,
+        "expanded": torch.arange(3.0).expand(2, 3),
+        "every second": torch.arange(9.0)[1::2],
+        "parameter": torch.nn.Parameter(torch.arange(3.0)),
+        "negated": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+    }[view]
+    for copied in (True, False):
+        write_shards(tmp_path, as_they_are(in_memory({"a": tensor}), copied), in_memory({"a": tensor}))
+        assert torch.equal(load_file(tmp_path / SINGLE)["a"], tensor)
+
+
+def test_one_tensor_may_become_many(tmp_path: Path) -> None:
+    checkpoint = in_memory({"a": torch.randn(4, 3)})
+    rules = (Rule("x"), Rule("y"), Rule("z", (lambda tensor, config: tensor.T,)))
+    write_shards(tmp_path, plan(checkpoint.tensors, {"a": rules}, tiny_config()), checkpoint)
+    a = checkpoint.read("a")
+    assert all_same(load_file(tmp_path / SINGLE), {"x": a, "y": a, "z": a.T})
+
+
+def test_transformers_loads_the_shards(tmp_path: Path) -> None:
+    source, folder = llama(tmp_path / "src"), tmp_path / "dest"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    checkpoint = open_checkpoint(source)
+    steps = plan(checkpoint.tensors, {name: Rule(name) for name in checkpoint.tensors}, tiny_config())
+    assert all(step.copied for step in steps.values())
+    write_shards(folder, steps, checkpoint, "60KB")
+
+    weights, index = load_file(source / SINGLE), json.loads((folder / INDEX).read_text())
+    files = sorted(file.name for file in folder.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, 1 + len(files))]
+    assert all((folder / file).stat().st_size < 60_000 + 2000 for file in files)  # and the header
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights.values())
+    assert index["weight_map"] == {name: file for file in files for name in load_file(folder / file)}
+    assert all_same(read_shards(folder), weights)
+    loaded, report = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values())
+    assert all_same(loaded.state_dict(), LlamaForCausalLM.from_pretrained(source).state_dict())
+
+
+def test_few_tensors_are_one_file_without_index(tmp_path: Path) -> None:
+    weights = {"a": randoms((3,)), "b": randoms((2, 2), torch.bfloat16)}
+    write_shards(tmp_path, as_they_are(in_memory(weights)), in_memory(weights), stem="attention")
+    assert [file.name for file in tmp_path.iterdir()] == ["attention.safetensors"]
+    assert all_same(load_file(tmp_path / "attention.safetensors"), weights)
+
+
+def test_a_tensor_larger_than_a_shard_has_one_of_its_own(tmp_path: Path) -> None:
+    weights = {"a": randoms((2,)), "large": randoms((50,)), "b": randoms((2,)), "c": randoms((2,))}
+    write_shards(tmp_path, as_they_are(in_memory(weights)), in_memory(weights), max_shard_size=100)
+    assert sorted(sorted(load_file(file)) for file in tmp_path.glob("*.safetensors")) == [["a", "b", "c"], ["large"]]
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", 50])
+def test_progress_counts_bytes_up_to_their_total(max_shard_size: int | str, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    weights = {"a": randoms((3,), torch.float64), "b": randoms(()), "none": randoms((0,)), "c": randoms((9, 2))}
+    checkpoint = in_memory(weights)
+    write_shards(
+        tmp_path, as_they_are(checkpoint), checkpoint, max_shard_size, progress=lambda *count: told.append(count)
+    )
+    done = [count for count, _ in told]
+    assert {total for _, total in told} == {24 + 4 + 72}
+    assert len(done) == len(weights)
+    assert (done[-1], done) == (24 + 4 + 72, sorted(done))
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    alive: list[weakref.ref] = []
+    most = []
+
+    def born(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(weakref.ref(tensor))
+        most.append(sum(reference() is not None for reference in alive))
+        return tensor
+
+    class Source(TensorsInMemory):
+        def read(self, name: str) -> torch.Tensor:
+            return born(super().read(name).clone())
+
+    file = Source({f"{i}": torch.ones(5, 3) for i in range(10)})
+    checkpoint = Checkpoint({name: (file, name) for name in file.tensors}, "")
+    steps = {
+        name: Step((name,), lambda tensor: born(tensor.T), torch.empty(3, 5, device="meta"))
+        for name in checkpoint.tensors
+    }
+    gc.disable()  # references alone have to do
+    try:
+        write_shards(tmp_path, steps, checkpoint, max_shard_size=150)
+    finally:
+        gc.enable()
+    assert most == [1, 2] * 10  # what is read, and what is made of it
+    assert len(read_shards(tmp_path)) == 10
