@@ -25,9 +25,9 @@ ROWS = 128
 BLOCK = 2**22
 """Numbers of a block's map, 16 MiB in float32, unless one head has more: up to 16,384 keys each thread has a head."""
 
-SHORT = 512
-"""Keys of a sequence up to which `packed_attention` needs fewest operations, rather than least work: within a server's
-thread each operation takes as long to wake the other threads as these few keys take."""
+SHORT = 2**17
+"""Numbers of a sequence's keys up to which `packed_attention` needs fewest operations, rather than least work: within a
+server's thread each operation takes as long to wake the other threads as copying these takes."""
 
 
 class Block:
@@ -273,17 +273,19 @@ def packed_attention(
     Returns:
         [1, n, h, D]; zeros behind the last sequence.
     """
-    _, maps, n, width = query.shape
-    output = query.new_zeros(1, n, maps // 2, width)
-    lambdas = differential_lambda.expand(1, n, maps // 2, 1)
+    _, maps, queries, width = query.shape
+    output = query.new_zeros(1, queries, maps // 2, width)
+    lambdas = differential_lambda.expand(1, queries, maps // 2, 1)
+    few = SHORT // (key.shape[1] * width)  # keys
     short = []
     for (start, stop), (first, last) in zip(pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True):
-        rows, seen = slice(start, stop), slice(first, last)
-        if stop - start == 1 and last - first <= SHORT:
-            short.append((start, first, last - first))
-        elif start < stop:
+        n, m = stop - start, last - first
+        if n == 1 and m <= few:
+            short.append((start, first, m))
+        elif n > 0:
+            rows, seen = slice(start, stop), slice(first, last)
             sequence = query[:, :, rows], key[:, :, seen], value[:, :, seen], lambdas[:, rows], None
-            if stop - start == last - first <= SHORT:
+            if n == m <= few:
                 output[:, rows] = subtracted_outputs(*sequence, scaling)
             else:
                 output[:, rows] = blocked_attention(*sequence, map_dim, scaling)
