@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from .differential_attention import combine_maps
 
@@ -25,9 +26,9 @@ ROWS = 128
 BLOCK = 2**22
 """Numbers of a block's map, 16 MiB in float32, unless one head has more: up to 16,384 keys each thread has a head."""
 
-SHORT = 2**17
-"""Numbers of a sequence's keys up to which `packed_attention` needs fewest operations, rather than least work: within a
-server's thread each operation takes as long to wake the other threads as copying these takes."""
+SHORT = 512
+"""Keys of a sequence up to which `packed_attention` needs fewest operations, rather than least work: within a server's
+thread each operation takes as long to wake the other threads as so many keys take."""
 
 
 class Block:
@@ -263,6 +264,8 @@ def packed_attention(
 ) -> torch.Tensor:
     """Differential attention of sequences that follow one another, each by itself. Not for gradients.
 
+    Of short sequences PyTorch computes both maps' outputs, each in one call, and these are subtracted.
+
     Args:
         query: [1, 2h, n, D], of all sequences. key, value: [1, key/value heads, m, D].
         differential_lambda: λ, [1] or [1, n, h, 1].
@@ -273,85 +276,22 @@ def packed_attention(
     Returns:
         [1, n, h, D]; zeros behind the last sequence.
     """
-    _, maps, queries, width = query.shape
-    output = query.new_zeros(1, queries, maps // 2, width)
-    lambdas = differential_lambda.expand(1, queries, maps // 2, 1)
-    few = SHORT // (key.shape[1] * width)  # keys
-    short = []
+    both = query.new_zeros(query.transpose(1, 2).shape)  # [1, n, 2h, D]
+    long = []
     for (start, stop), (first, last) in zip(pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True):
-        n, m = stop - start, last - first
-        if n == 1 and m <= few:
-            short.append((start, first, m))
+        rows, seen, n, m = slice(start, stop), slice(first, last), stop - start, last - first
+        if m <= SHORT and n in (1, m):
+            sequence = query[:, :, rows], key[:, :, seen], value[:, :, seen]
+            outputs = scaled_dot_product_attention(*sequence, is_causal=n > 1, scale=scaling, enable_gqa=True)
+            both[:, rows] = outputs.transpose(1, 2)
         elif n > 0:
-            rows, seen = slice(start, stop), slice(first, last)
-            sequence = query[:, :, rows], key[:, :, seen], value[:, :, seen], lambdas[:, rows], None
-            if n == m <= few:
-                output[:, rows] = subtracted_outputs(*sequence, scaling)
-            else:
-                output[:, rows] = blocked_attention(*sequence, map_dim, scaling)
-    if short:
-        places, firsts, lengths = torch.tensor(short).unbind(1)
-        output[:, places] = one_query_each(
-            query[:, :, places], key, value, lambdas[:, places], firsts, lengths, scaling
-        )
+            long.append((rows, seen))
+    output = combine_maps(both, differential_lambda)
+    lambdas = differential_lambda.expand(*output.shape[:3], 1)
+    for rows, seen in long:
+        sequence = query[:, :, rows], key[:, :, seen], value[:, :, seen]
+        output[:, rows] = blocked_attention(*sequence, lambdas[:, rows], None, map_dim, scaling)
     return output
-
-
-def one_query_each(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    differential_lambda: torch.Tensor,
-    firsts: torch.Tensor,
-    lengths: torch.Tensor,
-    scaling: float,
-) -> torch.Tensor:
-    """Sequences of one query in one call of PyTorch's, their keys and values copied to rows as long as the longest.
-
-    Args:
-        query: [1, 2h, n, D], one of each sequence. key, value: [1, key/value heads, m, D].
-        differential_lambda: λ, [1, n, h, 1].
-        firsts: where each sequence's keys begin, [n].
-        lengths: how many it has, [n].
-        scaling: of the scores.
-
-    Returns:
-        [1, n, h, D].
-    """
-    places = torch.arange(int(lengths.max()))
-    seen = places < lengths[:, None]  # [n, longest]
-    own = firsts[:, None] + torch.minimum(places, lengths[:, None] - 1)  # behind its keys, its last one again
-    keys, values = (
-        tensor[0].transpose(0, 1).index_select(0, own.flatten()).unflatten(0, own.shape).transpose(1, 2)
-        for tensor in (key, value)
-    )  # [n, key/value heads, longest, D]
-    each = query.transpose(0, 2), keys, values, differential_lambda.transpose(0, 1)
-    return subtracted_outputs(*each, seen[:, None, None], scaling).transpose(0, 1)
-
-
-def subtracted_outputs(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    differential_lambda: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-) -> torch.Tensor:
-    """As `blocked_attention`, but both maps' outputs are subtracted, which one call of PyTorch's computes.
-
-    Args:
-        query: [b, 2h, n, D]. key, value: [b, key/value heads, m, D].
-        differential_lambda: λ, [b, n, h, 1].
-        mask: `None`, causal with n = m, or which keys a query sees, [b, 1, n, m].
-        scaling: of the scores.
-
-    Returns:
-        [b, n, h, D].
-    """
-    both = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
-    )
-    return combine_maps(both.transpose(1, 2), differential_lambda)
 
 
 def one_query(

@@ -91,7 +91,7 @@ def test_one_query_is_decoded(variant: str, kind: str) -> None:
     torch.testing.assert_close(ours, both_maps(*tensors, mask), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("short", [0, 8 * 32, 10_000])  # no key, 8 of them, all
+@pytest.mark.parametrize("short", [0, 8, 512])
 @pytest.mark.parametrize("variant", ["v1", "v2"])
 @torch.no_grad()
 def test_sequences_that_follow_one_another_do_not_see_each_other(
