@@ -280,11 +280,13 @@ def packed_attention(
     long = []
     for (start, stop), (first, last) in zip(pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True):
         rows, seen, n, m = slice(start, stop), slice(first, last), stop - start, last - first
+        if n == 0:
+            continue
         if m <= SHORT and n in (1, m):
             sequence = query[:, :, rows], key[:, :, seen], value[:, :, seen]
             outputs = scaled_dot_product_attention(*sequence, is_causal=n > 1, scale=scaling, enable_gqa=True)
             both[:, rows] = outputs.transpose(1, 2)
-        elif n > 0:
+        else:
             long.append((rows, seen))
     output = combine_maps(both, differential_lambda)
     lambdas = differential_lambda.expand(*output.shape[:3], 1)
