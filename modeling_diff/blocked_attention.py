@@ -280,18 +280,15 @@ def packed_attention(
     long = []
     for (start, stop), (first, last) in zip(pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True):
         rows, seen, n, m = slice(start, stop), slice(first, last), stop - start, last - first
-        if n == 0:
-            continue
-        if m <= SHORT and n in (1, m):
-            sequence = query[:, :, rows], key[:, :, seen], value[:, :, seen]
+        sequence = query[:, :, rows], key[:, :, seen], value[:, :, seen]
+        if 0 < m <= SHORT and n in (1, m):
             outputs = scaled_dot_product_attention(*sequence, is_causal=n > 1, scale=scaling, enable_gqa=True)
             both[:, rows] = outputs.transpose(1, 2)
-        else:
-            long.append((rows, seen))
+        elif n > 0:
+            long.append((rows, sequence))
     output = combine_maps(both, differential_lambda)
     lambdas = differential_lambda.expand(*output.shape[:3], 1)
-    for rows, seen in long:
-        sequence = query[:, :, rows], key[:, :, seen], value[:, :, seen]
+    for rows, sequence in long:
         output[:, rows] = blocked_attention(*sequence, lambdas[:, rows], None, map_dim, scaling)
     return output
 
