@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from diffllama.errors import DiffLlamaError
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
 
@@ -18,7 +19,7 @@ Operation = Callable[..., torch.Tensor]
 """(tensor, our configuration, *the rule's other tensors) -> tensor; see `operations`."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(DiffLlamaError):
     """Files or tensors of a checkpoint are not what they have to be. The message lists all of them, a line each."""
 
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from diffllama.conversion.checkpoints import NAMES, PICKLES, SafetensorsFile, open_checkpoint, open_file
 from diffllama.conversion.transformers_models import TOKENIZER_FILES, expected_tensors, leads_out
 from diffllama.conversion.weight_map import CheckpointError, check_tensors
+from diffllama.errors import DiffLlamaError
 from diffllama.hub_cards.cards import CARD, TASKS, card_metadata, read_card
 from diffllama.hub_cards.code import EARLIER_AUTO_MAP, HubCodeError, current_name, differences, hub_code
 from diffllama.hub_cards.texts import SECRET_NAMES, has_place, load_json, read_json, secrets, strings
@@ -38,7 +39,7 @@ NAMES_OF_ANYTHING = ("chat_template", "id2label", "label2id")
 """JSON fields that may hold what looks like a path."""
 
 
-class FolderError(ValueError):
+class FolderError(DiffLlamaError):
     """A folder is not fit for the Hub. The message lists what is wrong with it, a line each."""
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
 from diffllama import __version__, modeling_diff
+from diffllama.errors import DiffLlamaError
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
 
 
@@ -46,7 +47,7 @@ def current_name(architecture: object) -> str:
     return re.sub(r"^DiffLlama", "DifferentialLlama", str(architecture))
 
 
-class HubCodeError(ValueError):
+class HubCodeError(DiffLlamaError):
     """Code that the Hub's loader cannot follow. The message lists every fault, a line each.
 
     Attributes:

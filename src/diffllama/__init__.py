@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from diffllama._registration import register_when_needed
+from diffllama.errors import DiffLlamaError
 
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ register_when_needed()
 
 __all__ = [
     "DiffLlamaConfig",
+    "DiffLlamaError",
     "DiffLlamaForCausalLM",
     "DiffLlamaForQuestionAnswering",
     "DiffLlamaForSequenceClassification",

@@ -1,0 +1,14 @@
+"""The package's own errors have one base class."""
+
+import pytest
+
+import diffllama
+from diffllama.conversion.verification import VerificationError
+from diffllama.conversion.weight_map import CheckpointError
+from diffllama.hub_cards.checks import FolderError
+from diffllama.hub_cards.code import HubCodeError
+
+
+@pytest.mark.parametrize("error", [CheckpointError, FolderError, HubCodeError, VerificationError])
+def test_own_errors_are_caught_by_one_base_class(error: type[Exception]) -> None:
+    assert issubclass(error, diffllama.DiffLlamaError)
