@@ -1,6 +1,6 @@
 """Loads folders of ours with several versions of transformers and compares every bit.
 
-    python tests/versions.py 5.6.0=.venv-oldest/bin/python 5.15.1=.venv-middle/bin/python
+    python tests/versions.py 5.6.0=.venv-transformers-5.6.0/bin/python 5.15.1=.venv-transformers-5.15.1/bin/python
 
 This process has the newest version and the package. It makes folders and says what they compute. Then each version
 named, and the newest, loads them in a process that cannot import the package, by the folders' own code.
