@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 PROCESS = """
 import dis, json, os, sys
 sys.modules["diffllama"] = None  # from here on importing it fails
-import torch, transformers
+import torch, torch.distributed.nn, transformers  # torch 2.6 writes a file of its own when it imports the second
 
 IMPORTS = (dis.opmap["IMPORT_NAME"], dis.opmap["IMPORT_FROM"])
 OBJECTS = ("builtins.id", "object.__getattr__", "sys._getframe", "sys._getframemodulename")  # these leave no process
@@ -67,7 +67,8 @@ for folder in sys.argv[2:]:
     model(**inputs, output_attentions=True)
 phase = None
 with open(sys.argv[1], "w") as file:
-    json.dump({"installed": [sys.prefix, sys.base_prefix], "events": events}, file)
+    installed = [sys.prefix, sys.base_prefix, *(place for place in sys.path if place.endswith("site-packages"))]
+    json.dump({"installed": installed, "events": events}, file)
 """
 
 
@@ -144,8 +145,9 @@ class Run:
 
     def read(self) -> list[Event]:
         """Files read anywhere but where code and the model are, whoever asked for it."""
-        # /proc/stat when psutil is imported; /proc/mounts: transformers wants to know whether weights are local
-        places = [self.work / "modules", self.work / "folders", *self.installed, "/proc"]
+        # /proc/stat when psutil is imported; /proc/mounts: transformers wants to know whether weights are local;
+        # time zones when pandas is imported, as transformers 5.6 does
+        places = [self.work / "modules", self.work / "folders", *self.installed, "/proc", "/usr/share/zoneinfo"]
         return [
             event
             for event in self.events
