@@ -7,9 +7,6 @@ with transformers like any other, takes the same call and gives their difference
 blocks in plain PyTorch, on GPUs by kernels in Triton. Where neither can be used, it is transformers' `sdpa`.
 """
 
-import functools
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +26,8 @@ def is_ordinary(query: torch.Tensor, dropout: float, options: dict[str, Any]) ->
     return (
         query.numel() > 0
         and dropout == 0
-        and all(options.get(name) is None for name in ("cache", "is_causal", "position_bias"))
+        and options.get("is_causal") is not False
+        and all(options.get(name) is None for name in ("cache", "position_bias"))
         and not torch.jit.is_tracing()
     )
 
@@ -54,29 +52,29 @@ def is_blocked(
         dropout: of the maps.
         options: what else the call has.
     """
+    b, _, n, _ = query.shape
     return (
         on_cpu(query)
         and is_ordinary(query, dropout, options)
-        and (attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1))
+        and (
+            attention_mask is None
+            or (attention_mask.dtype == torch.bool and attention_mask.shape[:3] in ((b, 1, n), (1, 1, n)))
+        )
     )
-
-
-@functools.cache
-def takes_options(update: Callable[..., Any]) -> bool:
-    """Whether this method of a cache of pages takes a call's options, as in transformers 5.23."""
-    return "kwargs" in inspect.signature(update).parameters
 
 
 def is_packed(query: torch.Tensor, dropout: float, options: dict[str, Any]) -> bool:
     """Whether `packed_attention` computes a call: of continuous batching on a CPU, of several requests, in float32 or
-    float64, without a window, and with a cache of pages that transformers 5.23 has. Arguments as in `is_blocked`."""
-    cache = options.get("cache")
+    float64, without a window. Arguments as in `is_blocked`.
+
+    Under the name `sdpa` a call has a cache of pages since transformers 5.19, whose `update` takes the call's options.
+    Before, such calls are of `paged|sdpa`.
+    """
     return (
-        cache is not None
+        options.get("cache") is not None
         and on_cpu(query)
         and dropout == 0
         and options.get("sliding_window") is None
-        and takes_options(type(cache).update)
         and len(options["cu_seq_lens_q"]) > 2
     )
 
@@ -102,15 +100,29 @@ def is_bounds(mask: torch.Tensor) -> bool:
     return mask.dtype == torch.int32
 
 
-def diff_fused_mask(*args: Any, device: torch.device | str = "cpu", **kwargs: Any) -> torch.Tensor | None:
-    """The mask of `sdpa`, or for a GPU, since causal masks, windows, padding and packed sequences let a query see an
-    interval of keys, its beginning and its end: [b, 1, n, 2] in int32, which no layer has to search for again."""
-    mask = sdpa_mask(*args, device=device, **kwargs)
+def diff_fused_mask(
+    *args: Any,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask of `sdpa`, or for a GPU, where each query sees an interval of keys, its beginning and its end:
+    [b, 1, n, 2] in int32, which no layer has to search for again.
+
+    Causal masks, windows and packed sequences are intervals. Padding between tokens and masks of the caller's own may
+    leave holes: then, and where compiled code cannot look, `sdpa` computes with the whole mask.
+    """
+    mask = sdpa_mask(*args, attention_mask=attention_mask, use_vmap=use_vmap, device=device, **kwargs)
     if mask is None or not on_gpu(device):
         return mask
     seen = mask.any(-1)
     start, left = mask.byte().argmax(-1), mask.flip(-1).byte().argmax(-1)
-    return torch.stack((start * seen, (mask.shape[-1] - left) * seen), dim=-1).int()
+    bounds = torch.stack((start * seen, (mask.shape[-1] - left) * seen), dim=-1).int()
+    if attention_mask is None and not use_vmap:
+        return bounds
+    holes = torch.compiler.is_compiling() or not torch.equal(mask.sum(-1), bounds[..., 1] - bounds[..., 0])
+    return mask if holes else bounds
 
 
 def diff_fused_attention_forward(

@@ -6,6 +6,8 @@ Letters in shapes: b batch, n tokens, m keys, h differential heads, d width of o
 values.
 """
 
+import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -36,12 +38,12 @@ from transformers.models.llama.modeling_llama import (
     repeat_kv,
 )
 from transformers.utils import can_return_tuple
-from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.generic import is_flash_attention_requested, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .blocked_attention import blocked_attention  # noqa: F401 # transformers 5.6 copies only what is imported here
 from .configuration_diffllama import DiffLlamaConfig
-from .diff_fused import chosen
+from .diff_fused import NAME, chosen
 from .differential_attention import (
     DiffLlamaRMSNorm,
     at_least_float32,
@@ -68,6 +70,78 @@ class DiffLlamaRotaryEmbedding(LlamaRotaryEmbedding):
         super().__init__(config.rotary_config())
 
 
+def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to scores: the lowest number of `dtype` where a boolean mask is false, or another one lower."""
+    lowest = torch.finfo(dtype).min
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, lowest)
+    return mask.clamp(min=lowest)
+
+
+def check_attention_mask(mask: Any, b: int, n: int, cache: Cache | None) -> None:
+    """Raises `ValueError` for a mask that transformers would read as another one, or add to scores as integers.
+
+    Args:
+        mask: of two dimensions, with an entry for every token, those in `cache` included (or for all that a static
+            cache has room for); or of four.
+        b, n: rows and tokens of this call.
+        cache: before this call.
+    """
+    shape, dtype = tuple(mask.shape), getattr(mask, "dtype", None)  # flex_attention's own masks have no dtype
+    if len(shape) == 4:
+        if dtype is not None and dtype != torch.bool and not dtype.is_floating_point:
+            raise ValueError(
+                "`attention_mask` of four dimensions must be boolean (true where a query sees a key) or floating "
+                f"point (added to the scores), got {dtype}."
+            )
+        return
+    past = 0 if cache is None else cache.get_seq_length()
+    if isinstance(past, torch.Tensor) and torch.compiler.is_compiling():
+        return  # compiled code cannot look how much a static cache holds
+    if shape == (b, past + n):
+        return
+    if cache is None or shape != (b, max(sum(cache.get_mask_sizes(n, i)) for i in range(max(1, len(cache.layers))))):
+        raise ValueError(
+            f"`attention_mask` must be [{b}, {int(past) + n}], with a 1 for each of the {int(past)} tokens in the "
+            f"cache and the {n} new ones and a 0 for padding, got {list(shape)}."
+        )
+
+
+def flex_mask(mask: Any, b: int, n: int, dtype: torch.dtype) -> Any:
+    """A mask for flex_attention, which adds a tensor's first head to the scores and reads b rows, n queries of it."""
+    if not isinstance(mask, torch.Tensor):
+        return mask
+    if mask.shape[1] != 1:
+        raise ValueError(
+            f"flex_attention takes one `attention_mask` for all heads, [{b}, 1, {n}, keys], got {list(mask.shape)}: "
+            "use another attention function, as `sdpa`."
+        )
+    return additive_mask(mask, dtype).expand(b, 1, n, -1)
+
+
+def both_sides(layer_type: str, config: DiffLlamaConfig, n: int, cache: Cache | None) -> Callable[..., torch.Tensor]:
+    """What a token sees in a layer that is not causal: tokens before and behind it, not a static cache's free room."""
+    window = config.sliding_window if layer_type == "sliding_attention" else math.inf
+    total = math.inf if cache is None else cache.get_seq_length() + n
+    return lambda batch, head, query, key: ((query - key).abs() < window) & (key < total)
+
+
+def check_packing(position_ids: torch.Tensor, b: int, cache: Cache | None, flash: bool) -> None:
+    """Raises `ValueError` for packed sequences that would see each other.
+
+    Args:
+        position_ids: [b or 1, n]; where they do not rise within a row, another sequence begins.
+        b: rows.
+        cache: of which the sequences are not the first tokens.
+        flash: whether flash attention computes them, which takes positions of one row only.
+    """
+    if cache is None and (b == 1 or not flash):
+        return
+    if position_ids.shape[-1] > 1 and not torch.compiler.is_compiling() and (position_ids.diff() <= 0).any():
+        rule = f"flash attention takes them in one row, got {b}" if cache is None else "they need a new `DynamicCache`"
+        raise ValueError(f"`position_ids` restart within a row, as those of packed sequences do: {rule}.")
+
+
 def eager_attention_forward(
     module: "DiffLlamaAttention",
     query: torch.Tensor,
@@ -81,29 +155,30 @@ def eager_attention_forward(
     output_softmax_maps: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention in plain PyTorch, softmax in float32 (float64 in a float64 model).
+    """Attention in plain PyTorch: both maps and their difference in float32 (float64 in a float64 model).
 
     Args:
         query: [b, 2h, n, D]. key, value: [b, num_key_value_heads, m, D].
-        attention_mask: added to the scores, broadcast to [b, 2h, n, m].
-        differential_lambda: λ, [1] or [b, n, h, 1]; only the returned maps need it.
+        attention_mask: added to the scores, or boolean, true where a query sees a key; broadcast to [b, 2h, n, m].
+        dropout: of each softmax map, while training.
+        differential_lambda: λ, [1] or [b, n, h, 1].
         output_attentions: whether to return maps; the configuration's flag by default.
         output_softmax_maps: return the softmax maps themselves, not their difference.
 
     Returns:
-        Outputs of both maps [b, n, 2h, D], and maps: differential [b, h, n, m], softmax [b, 2h, n, m], or `None`.
+        [b, n, h, D], and the maps that it is computed from, after dropout: differential [b, h, n, m] in the queries'
+        dtype, softmax [b, 2h, n, m] in float32 (or float64), or `None`.
     """
-    key = repeat_kv(key, module.num_key_value_groups)
-    value = repeat_kv(value, module.num_key_value_groups)
-    scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+    scores = torch.matmul(query, repeat_kv(key, module.num_key_value_groups).transpose(2, 3)) * scaling
     if attention_mask is not None:
-        scores = scores + attention_mask
-    maps = nn.functional.softmax(scores, dim=-1, dtype=at_least_float32(query.dtype)).to(query.dtype)
-    dropped = nn.functional.dropout(maps, p=dropout, training=module.training)
-    output = torch.matmul(dropped, value).transpose(1, 2).contiguous()
+        scores = scores + additive_mask(attention_mask, query.dtype)
+    softmax_maps = nn.functional.softmax(scores, dim=-1, dtype=at_least_float32(query.dtype))
+    softmax_maps = nn.functional.dropout(softmax_maps, p=dropout, training=module.training)
+    maps = differential_maps(softmax_maps, differential_lambda).to(query.dtype)
+    output = torch.matmul(maps, repeat_kv(value, module.num_key_value_groups // 2)).transpose(1, 2).contiguous()
     if not (module.config.output_attentions if output_attentions is None else output_attentions):
         return output, None
-    return output, maps if output_softmax_maps else differential_maps(maps, differential_lambda)
+    return output, softmax_maps if output_softmax_maps else maps
 
 
 class DiffLlamaAttention(nn.Module):
@@ -204,6 +279,8 @@ class DiffLlamaAttention(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
 
+        if kwargs.get("is_causal") is None:
+            kwargs["is_causal"] = self.is_causal
         dropout = self.attention_dropout if self.training else 0.0
         implementation = chosen(
             self.config._attn_implementation, self.diff_variant, query, attention_mask, dropout, kwargs
@@ -292,6 +369,49 @@ class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    def layer_masks(
+        self,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor | None] | None,
+        position_ids: torch.Tensor | None,
+        cache: Cache | None,
+        is_causal: bool | None,
+    ) -> list[Any]:
+        """What each layer's attention function takes as its mask. Arguments and errors as in `forward`; `is_causal`
+        overrides the layers' own, and where it is false a token sees those behind it as those before."""
+        (b, n, _), config = inputs_embeds.shape, self.config
+        assert config.layer_types is not None  # set when the configuration is made
+        kinds = [
+            (kind, getattr(getattr(layer, "self_attn", None), "is_causal", True) if is_causal is None else is_causal)
+            for kind, layer in zip(config.layer_types, self.layers, strict=False)
+        ]
+        if not all(causal for _, causal in kinds):
+            config = copy.copy(config)
+            config.is_causal = True  # else transformers' masks forget packed sequences and a static cache's free room
+        if isinstance(attention_mask, dict):  # `generate` prepares masks for compiled steps
+            masks: dict[Any, Any] = {kind: attention_mask[kind[0]] for kind in kinds}
+        else:
+            if attention_mask is not None:
+                check_attention_mask(attention_mask, b, n, cache)
+            elif isinstance(cache, DynamicCache) and cache.get_seq_length() == 0:
+                cache = None  # the masks are the same, but transformers looks for packed sequences without a cache only
+            if attention_mask is None and position_ids is not None:
+                check_packing(position_ids, b, cache, is_flash_attention_requested(config))
+            masks = {
+                (layer_type, causal): MASKS[layer_type](
+                    config=config,
+                    inputs_embeds=inputs_embeds,
+                    attention_mask=attention_mask,
+                    past_key_values=cache,
+                    position_ids=position_ids,
+                    or_mask_function=None if causal else both_sides(layer_type, config, n, cache),
+                )
+                for layer_type, causal in dict.fromkeys(kinds)
+            }
+        if config._attn_implementation == "flex_attention":
+            masks = {kind: flex_mask(mask, b, n, inputs_embeds.dtype) for kind, mask in masks.items()}
+        return [masks[kind] for kind in kinds]
+
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -308,25 +428,30 @@ class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
         Args:
             input_ids: token ids [b, n]; or
             inputs_embeds: embeddings [b, n, hidden_size]. Exactly one of the two.
-            attention_mask: [b, n] (with a cache [b, m]), 0 where there is padding, left or right. Or prepared masks:
-                one for all layers, or a `dict` with one for each type in `config.layer_types`.
-            position_ids: [b, n]. Positions that restart within a row, without a mask and a cache, are packed
-                sequences, none of which sees another.
+            attention_mask: [b, n] (with a cache [b, m]), 0 where there is padding, anywhere. Or prepared masks, boolean
+                (true where a query sees a key) or added to the scores, [b, 1, n, m]: one for all layers, or a `dict`
+                with one for each type in `config.layer_types`.
+            position_ids: [b, n]. Positions that restart within a row, without a mask and earlier tokens, are packed
+                sequences, none of which sees another. Such a cache is not for more tokens, which would see them all.
             past_key_values: keys and values of earlier tokens, any cache of transformers, a quantized one only
                 without a sliding window.
             use_cache: whether to return a cache; the configuration's flag by default.
             output_attentions (in `kwargs`): return each layer's differential maps A1 - λ·A2, signed, [b, h, n, m], as
-                `attentions`. Needs `attn_implementation="eager"`.
+                `attentions`, by which the loss has gradients. Needs `attn_implementation="eager"`.
             output_softmax_maps (in `kwargs`): with `output_attentions`, return the two softmax maps of each head
                 instead, as neighbours, [b, 2h, n, m].
             output_hidden_states (in `kwargs`): return every layer's input and the last output, each
                 [b, n, hidden_size].
+            is_causal (in `kwargs`): false if tokens see those behind them too; by default what each layer's
+                `self_attn.is_causal` says. Prepared masks are taken as they are.
 
         Returns:
             `last_hidden_state` [b, n, hidden_size], `past_key_values` and what was asked for.
 
         Raises:
-            `ValueError`: none or both of `input_ids` and `inputs_embeds` are given.
+            `ValueError`: none or both of `input_ids` and `inputs_embeds` are given; `attention_mask` has another
+                shape or holds integers in four dimensions; packed sequences follow earlier tokens, or are in several
+                rows under flash attention.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
@@ -334,33 +459,19 @@ class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
+        masks = self.layer_masks(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs.get("is_causal"))
         if position_ids is None:
             past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_length
             position_ids = position_ids.unsqueeze(0)
 
-        layer_types = self.config.layer_types
-        assert layer_types is not None  # set when the configuration is made
-        if isinstance(attention_mask, dict):  # `generate` prepares masks for compiled steps
-            masks = attention_mask
-        else:
-            masks = {
-                layer_type: MASKS[layer_type](
-                    config=self.config,
-                    inputs_embeds=inputs_embeds,
-                    attention_mask=attention_mask,
-                    past_key_values=past_key_values,
-                    position_ids=position_ids,
-                )
-                for layer_type in dict.fromkeys(layer_types)
-            }
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
 
         hidden_states = inputs_embeds
         for i, layer in enumerate(self.layers[: self.config.num_hidden_layers]):  # early-exit drafting lowers the count
             hidden_states = layer(
                 hidden_states,
-                attention_mask=masks[layer_types[i]],
+                attention_mask=masks[i],
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
@@ -448,6 +559,26 @@ class DifferentialLlamaForCausalLM(DifferentialLlamaPreTrainedModel, GenerationM
         return super().prepare_inputs_for_generation(
             input_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds, **kwargs
         )
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """What `generate_batch` and servers call; see transformers. It takes no `diff_fused`, which `sdpa` stands for.
+
+        Raises:
+            `ValueError`: LongRoPE, which takes its frequencies from the longest sequence of a batch, so that one
+                request would change another's tokens.
+        """
+        implementation = self.config._attn_implementation
+        if self.config.rope_parameters["rope_type"] == "longrope":
+            raise ValueError(
+                "`rope_parameters['rope_type']` is 'longrope', under which short prompts in continuous batching get "
+                "the frequencies of long ones beside them: use `generate`, one prompt at a time."
+            )
+        if implementation == NAME:
+            self.set_attn_implementation("sdpa")
+        manager = super().init_continuous_batching(*args, **kwargs)
+        if implementation == NAME:
+            manager._original_attn_impl = NAME  # which the manager sets again when it stops
+        return manager
 
 
 # The generic heads bring their `forward`. Their `__init__` asks AutoModel for the base model, which would have to trust

@@ -23,7 +23,7 @@ class Batch:
 
 
 def batch(kind: str, n: int) -> Batch:
-    """Two rows of `n` tokens: `causal`, `left` or `right` padded by different amounts, or `packed`."""
+    """Two rows of `n` tokens: `causal`, `left` or `right` padded by different amounts, with `holes`, or `packed`."""
     causal = torch.ones(n, n, dtype=torch.bool).tril().expand(2, n, n)
     positions = torch.arange(n).expand(2, n)
     real = torch.ones(2, n, dtype=torch.bool)
@@ -34,9 +34,12 @@ def batch(kind: str, n: int) -> Batch:
         positions = torch.cat((torch.arange(first), torch.arange(n - first))).expand(2, n)
         document = (torch.arange(n) >= first).expand(2, n)
         return Batch(None, positions, causal & (document[:, :, None] == document[:, None, :]), real)
-    padding = torch.tensor([n // 3, 1])
-    distance = torch.arange(n) if kind == "left" else torch.arange(n).flip(0)
-    real = distance[None] >= padding[:, None]
+    if kind == "holes":
+        real[0, n // 2] = real[1, 1] = real[1, n - 3] = False
+    else:
+        padding = torch.tensor([n // 3, 1])
+        distance = torch.arange(n) if kind == "left" else torch.arange(n).flip(0)
+        real = distance[None] >= padding[:, None]
     positions = (real.cumsum(-1) - 1).clamp(min=0)
     return Batch(real.long(), positions, causal & real[:, None, :] & real[:, :, None], real)
 

@@ -28,27 +28,15 @@ def blocked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-class Pages:
-    """A cache of pages, as transformers 5.23 updates it."""
-
-    def update(self, key_states: Any, value_states: Any, layer_idx: int, kwargs: dict[str, Any]) -> Any: ...
-
-
-class OlderPages:
-    """As earlier versions do."""
-
-    def update(self, key_states: Any, value_states: Any, layer_idx: int, read_index: Any, write_index: Any) -> Any: ...
-
-
 QUERY = torch.zeros(2, 4, 3, 8)
-PAGED = {"cache": Pages(), "cu_seq_lens_q": torch.tensor([0, 1, 3])}  # of two requests
+PAGED = {"cache": object(), "cu_seq_lens_q": torch.tensor([0, 1, 3])}  # pages of two requests
 ONE_REQUEST = {"cu_seq_lens_q": torch.tensor([0, 3])}
 MASK = torch.ones(2, 1, 3, 3, dtype=torch.bool)
 
 
 @pytest.mark.parametrize("mask", [None, MASK], ids=["causal", "mask"])
 def test_v1s_sdpa_is_computed_by_it(mask: torch.Tensor | None) -> None:
-    assert chosen("sdpa", "v1", QUERY, mask, 0.0, {"sliding_window": 4, "cache": None}) == NAME
+    assert chosen("sdpa", "v1", QUERY, mask, 0.0, {"sliding_window": 4, "cache": None, "is_causal": True}) == NAME
     assert chosen("sdpa", "v1", QUERY.double(), mask, 0.0, {}) == NAME
 
 
@@ -63,7 +51,8 @@ def test_v1s_sdpa_is_computed_by_it(mask: torch.Tensor | None) -> None:
         pytest.param("sdpa", "v1", QUERY, MASK.float(), 0.0, {}, id="added mask"),
         pytest.param("sdpa", "v1", QUERY, MASK.expand(2, 4, 3, 3), 0.0, {}, id="mask of each head"),
         pytest.param("sdpa", "v1", QUERY, None, 0.1, {}, id="dropout"),
-        pytest.param("sdpa", "v1", QUERY, None, 0.0, PAGED | {"cache": OlderPages()}, id="an older cache of pages"),
+        pytest.param("paged|sdpa", "v1", QUERY, None, 0.0, PAGED, id="pages before transformers 5.19"),
+        pytest.param("sdpa", "v1", QUERY, MASK[:, :, :1], 0.0, {}, id="mask of all queries"),
         pytest.param("sdpa", "v1", QUERY, None, 0.0, PAGED | ONE_REQUEST, id="pages, one request"),
         pytest.param("sdpa", "v2", QUERY.bfloat16(), None, 0.0, PAGED, id="pages in half precision"),
         pytest.param("paged|eager", "v1", QUERY, None, 0.0, PAGED, id="pages, eager"),
@@ -189,7 +178,7 @@ WINDOW = {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attent
 
 
 @pytest.mark.parametrize("fields", [{}, WINDOW], ids=["full", "window of 4"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "holes"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_kernels_give_the_models_logits_and_gradients(
     variant: str, kind: str, fields: dict[str, Any], kernels: list[int]
@@ -203,7 +192,7 @@ def test_kernels_give_the_models_logits_and_gradients(
         ).logits[given.real]
         weights = list(model.parameters())
         results.append([logits, *torch.autograd.grad(logits.square().sum(), weights)])
-    assert kernels == [13, 13]
+    assert kernels == ([] if kind == "holes" else [13, 13])  # kernels take intervals of keys
     for ours, truth in zip(*results, strict=True):
         torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-5 * truth.abs().max().item())
 
@@ -238,6 +227,44 @@ def test_bounds_say_what_the_mask_does(
     assert (bounds.dtype, bounds.shape) == (torch.int32, (2, 1, queries, 2))
     keys = torch.arange(6)
     assert torch.equal((keys >= bounds[..., :1]) & (keys < bounds[..., 1:]), mask)
+
+
+HOLE = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 1, 1, 1]], dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    "masking",
+    [
+        {"attention_mask": HOLE},
+        {"mask_function": lambda b, h, q, k: (k <= q) & (k != 1), "use_vmap": True},
+    ],
+    ids=["padding between tokens", "a mask of the caller's own"],
+)
+def test_a_mask_with_holes_stays_a_mask(masking: dict[str, Any], kernels: list[int]) -> None:
+    size = {"batch_size": 2, "q_length": 5, "kv_length": 5, "allow_is_causal_skip": False}
+    mask = diff_fused.diff_fused_mask(**size, **masking)
+    assert mask is not None
+    assert mask.dtype == torch.bool
+    assert torch.equal(mask, sdpa_mask(**size, **masking))
+
+
+def test_a_compiled_mask_becomes_bounds_only_where_it_cannot_have_holes(
+    kernels: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    size = {"batch_size": 2, "q_length": 5, "kv_length": 5, "allow_is_causal_skip": False}
+    masks = [diff_fused.diff_fused_mask(**size, attention_mask=mask) for mask in (None, HOLE[1:].expand(2, 5))]
+    assert [mask.dtype for mask in masks if mask is not None] == [torch.int32, torch.bool]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kernels_leave_what_is_not_causal_to_sdpa(variant: str, kernels: list[int]) -> None:
+    model, results = tiny_model(variant, head_dim=32), []
+    for implementation in (NAME, "eager"):
+        model.set_attn_implementation(implementation)
+        results.append(model(tokens(2, 9), is_causal=False).logits)
+    assert kernels == []
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 def test_with_dropout_bounds_become_a_mask_of_sdpa(kernels: list[int]) -> None:

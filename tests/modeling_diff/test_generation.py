@@ -37,6 +37,12 @@ WINDOWS: dict[str, dict[str, Any]] = {
 """What the layers see, all but the first less than `LENGTH` -> fields of the configuration."""
 windows = pytest.mark.parametrize("fields", WINDOWS.values(), ids=WINDOWS)
 
+THEIR_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings", "initializer_range", "lambda_std_dev", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+"""Fields that a configuration of transformers' own `diffllama` has too."""
+
 
 def comparable_model(
     variant: str, implementation: str, dtype: torch.dtype = torch.float32, **fields: Any
@@ -185,6 +191,8 @@ def test_packed_sequences_do_not_see_each_other(variant: str, implementation: st
     input_ids, lengths = tokens(2, 13), [(4, 1, 8), (6, 5, 2)]
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     packed = model(input_ids, position_ids=positions, use_cache=False).logits
+    for options in ({}, {"past_key_values": DynamicCache()}):  # with a cache, as by default
+        assert torch.equal(model(input_ids, position_ids=positions, **options).logits, packed)
     if implementation == "flex_attention":
         model.set_attn_implementation("sdpa")  # rather than compile flex_attention for every length
     alone = [
@@ -193,6 +201,25 @@ def test_packed_sequences_do_not_see_each_other(variant: str, implementation: st
     ]
     assert difference(packed, torch.stack(alone)) <= TOLERANCE
     assert difference(packed, model(input_ids, use_cache=False).logits) > 0.1  # as one sequence they differ
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "diff_fused"])
+@torch.no_grad()
+def test_packed_sequences_that_would_see_each_other_are_refused(implementation: str) -> None:
+    model, rule = tiny_model(attn_implementation=implementation), "`position_ids` restart .*: they need a new `Dyn"
+    positions, cache = torch.tensor([[3, 4, 0, 1, 2]]), DynamicCache()
+    model(tokens(1, 3), past_key_values=cache)
+    for past_key_values in (cache, StaticCache(model.config, max_cache_len=8)):
+        with pytest.raises(ValueError, match=rule):
+            model(tokens(1, 5), position_ids=positions, past_key_values=past_key_values)
+    model(tokens(1, 5), position_ids=torch.tensor([[3, 4, 6, 7, 9]]), past_key_values=cache)  # gaps are no restarts
+
+
+def test_packed_sequences_in_several_rows_are_refused_by_flash_attention() -> None:
+    model, positions = tiny_model(), torch.tensor([[0, 1, 0, 1, 2]])
+    model.config._attn_implementation = "flash_attention_2"  # not installed here, and not reached
+    with pytest.raises(ValueError, match=r"`position_ids` restart .*: flash attention takes them in one row, got 2"):
+        model(tokens(2, 5), position_ids=positions)
 
 
 def greedy(model: DiffLlamaForCausalLM, input_ids: torch.Tensor, new_tokens: int = 16, **options: Any) -> Any:
@@ -427,7 +454,7 @@ def test_compiled_decoding_with_a_static_cache_generates_the_same(
 
 
 @windows
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "diff_fused"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_continuous_batching_generates_what_each_prompt_generates_alone(
     variant: str, implementation: str, fields: dict[str, Any]
@@ -445,6 +472,35 @@ def test_continuous_batching_generates_what_each_prompt_generates_alone(
         prompts, generation_config=settings, continuous_batching_config=batching, progress_bar=False
     )
     assert [output.generated_tokens for output in outputs.values()] == alone
+    if Version(transformers.__version__) >= Version("5.19"):  # before, a model stays at `paged|…`
+        assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"), reason="README compares with transformers 5.23"
+)
+def test_only_our_model_generates_in_continuous_batching_what_it_generates_alone() -> None:
+    settings = GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    prompts = [tokens(n, seed=n).tolist() for n in (3, 12)]
+    config = transformers.DiffLlamaConfig(**{k: getattr(tiny_model().config, k) for k in THEIR_FIELDS})
+    torch.manual_seed(0)
+    equal = []
+    for model in (transformers.DiffLlamaForCausalLM(config).eval(), tiny_model(attn_implementation="sdpa")):
+        model.set_attn_implementation("sdpa")
+        alone = [model.generate(torch.tensor([p]), generation_config=settings)[0, len(p) :].tolist() for p in prompts]
+        outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=paged(16, 64))
+        equal.append([output.generated_tokens for output in outputs.values()] == alone)
+    assert equal == [False, True]  # theirs calls the attention function twice a layer, and both write to the pages
+
+
+def test_longrope_is_refused_in_continuous_batching() -> None:
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+    }  # fmt: skip
+    model = tiny_model(attn_implementation="sdpa", rope_parameters=rope, max_position_embeddings=32)
+    with pytest.raises(ValueError, match=r"`rope_parameters\['rope_type'\]` is 'longrope'.*use `generate`"):
+        model.generate_batch([[5, 6]], continuous_batching_config=paged(8, 64), max_new_tokens=2)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import torch
 from cases import KINDS, Batch, batch
 from tiny import EVERY_FEATURE, PADDED, VARIANTS, tiny_config, tiny_model, tokens
 from torch import nn
+from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from diffllama import (
@@ -17,7 +18,7 @@ from diffllama import (
     DiffLlamaForTokenClassification,
     DiffLlamaModel,
 )
-from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention
+from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention, eager_attention_forward
 
 
 HEADS = 4
@@ -39,8 +40,8 @@ def attention_layer(variant: str, key_value_heads: int, implementation: str, **f
     return layer
 
 
-def run_layer(layer: DiffLlamaAttention, x: torch.Tensor, given: Batch) -> torch.Tensor:
-    """The layer's output for hidden states [b, n, hidden], masked as the model masks it."""
+def run_layer(layer: DiffLlamaAttention, x: torch.Tensor, given: Batch, **options: Any) -> tuple[Any, Any]:
+    """The layer's output for hidden states [b, n, hidden], masked as the model masks it, and its maps."""
     width = layer.config.rotary_dim
     frequencies = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = (given.position_ids.double()[..., None] * frequencies).repeat(1, 1, 2)
@@ -52,7 +53,7 @@ def run_layer(layer: DiffLlamaAttention, x: torch.Tensor, given: Batch) -> torch
         past_key_values=None,
         position_ids=given.position_ids,
     )
-    return layer(x, (angles.cos().to(x.dtype), angles.sin().to(x.dtype)), mask)[0]
+    return layer(x, (angles.cos().to(x.dtype), angles.sin().to(x.dtype)), mask, **options)
 
 
 def true_layer(weights: dict[str, torch.Tensor], x: torch.Tensor, given: Batch, config: object) -> torch.Tensor:
@@ -116,7 +117,8 @@ LAYERS = [
         for key_value_heads, groups in GROUPS.items()
         for n in (7, 13)
     ),
-    *(pytest.param(kind, 2, 13, WINDOW, id=f"{kind}-window of 4") for kind in KINDS),
+    pytest.param("holes", 2, 13, {}, id="holes-groups of 2"),
+    *(pytest.param(kind, 2, 13, WINDOW, id=f"{kind}-window of 4") for kind in (*KINDS, "holes")),
     *(pytest.param("left", 2, 13, fields, id=name) for name, fields in FEATURES.items()),
 ]
 
@@ -153,7 +155,7 @@ def test_attention_and_every_gradient_equal_the_papers_formulas(
     true_weights = {name: p.detach().double().requires_grad_() for name, p in weights.items()}
 
     direction = loss_direction(true_weights, true_x, given, config)
-    ours = outputs_and_gradients(run_layer(layer, x, given)[given.real], direction, x, weights)
+    ours = outputs_and_gradients(run_layer(layer, x, given)[0][given.real], direction, x, weights)
     true_output = true_layer(true_weights, true_x, given, config)[given.real]
     truth = outputs_and_gradients(true_output, direction, true_x, true_weights)
     errors = {name: relative_error(ours[name], truth[name]) for name in truth}
@@ -161,7 +163,7 @@ def test_attention_and_every_gradient_equal_the_papers_formulas(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "holes"])
 @pytest.mark.parametrize(("variant", "key_value_heads", "fields"), [("v1", 1, {}), ("v2", 2, WINDOW)])
 def test_flex_attention_equals_the_papers_formulas(
     variant: str, kind: str, key_value_heads: int, fields: dict[str, Any]
@@ -171,7 +173,7 @@ def test_flex_attention_equals_the_papers_formulas(
     given = batch(kind, 13)
     x = torch.randn(2, 13, 64, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        ours = run_layer(layer, x, given)[given.real]
+        ours = run_layer(layer, x, given)[0][given.real]
         weights = {k: p.double() for k, p in layer.named_parameters()}
         truth = true_layer(weights, x.double(), given, layer.config)[given.real]
     assert relative_error(ours, truth) <= 2e-6
@@ -194,7 +196,7 @@ optional_features = pytest.mark.parametrize("fields", [{}, EVERY_FEATURE], ids=[
 @pytest.mark.parametrize(
     "implementation", ["eager", PADDED, "diff_fused", pytest.param("flex_attention", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "holes"])
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_whole_model_equals_the_papers_formulas(
@@ -277,6 +279,218 @@ def test_maps_are_returned_only_when_asked_for() -> None:
     assert model(tokens(1, 5)).attentions is None
     model.config.output_attentions = True
     assert model(tokens(1, 5)).attentions[0].shape == (1, 4, 5, 5)
+
+
+@pytest.mark.parametrize("output_softmax_maps", [False, True], ids=["differential", "softmax"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_loss_has_the_truths_gradient_by_the_returned_maps(variant: str, output_softmax_maps: bool) -> None:
+    layer, given = attention_layer(variant, 2, "eager").double(), batch("left", 9)
+    x, weights = torch.randn(2, 9, 64, dtype=torch.float64), dict(layer.named_parameters())
+    direction = torch.randn(2, 9, 64, dtype=torch.float64) * given.real[..., None]
+    output, maps = run_layer(layer, x, given, output_attentions=True, output_softmax_maps=output_softmax_maps)
+    maps.retain_grad()
+    (output * direction).sum().backward()
+    for i in range(2):
+        true_output, _, softmax_maps = reference.attention(
+            x[i], weights, given.position_ids[i], given.visible[i],
+            variant=variant, layer=1, heads=HEADS, key_value_heads=2,
+        )  # fmt: skip
+        gradients = torch.stack(torch.autograd.grad((true_output * direction[i]).sum(), softmax_maps))
+        truth = gradients if output_softmax_maps else gradients[::2]  # that of A1 - λ·A2 is that of A1
+        seen = given.visible[i]
+        assert maps.grad.shape[1:] == truth.shape
+        assert relative_error(maps.grad[i][:, seen], truth[:, seen]) <= 1e-10
+
+
+@pytest.mark.parametrize("output_softmax_maps", [False, True], ids=["differential", "softmax"])
+def test_maps_of_a_model_keep_their_gradients(output_softmax_maps: bool) -> None:
+    model, input_ids = tiny_model("v2", torch.bfloat16), tokens(2, 9)
+    outputs = model(
+        input_ids, labels=input_ids, output_attentions=True, output_softmax_maps=output_softmax_maps
+    )  # and with a cache
+    for maps in outputs.attentions:
+        maps.retain_grad()
+    outputs.loss.backward()
+    for maps in outputs.attentions:
+        assert torch.any(maps.grad)
+
+
+def test_eager_returns_the_maps_that_it_used_after_dropout_of_each() -> None:
+    layer = attention_layer("v2", 4, "eager").train()
+    query, key, value = (torch.randn(2, heads, 50, 16) for heads in (2 * HEADS, HEADS, HEADS))
+    results = []
+    for softmax_maps in (False, True):
+        torch.manual_seed(0)
+        results.append(
+            eager_attention_forward(
+                layer, query, key, value, None, 0.25, 0.3, torch.tensor([0.5]),
+                output_attentions=True, output_softmax_maps=softmax_maps,
+            )
+        )  # fmt: skip
+    (output, maps), (_, softmax_maps) = results
+    assert torch.equal(output, (maps @ value).transpose(1, 2))
+    assert torch.equal(maps, softmax_maps[:, ::2] - 0.5 * softmax_maps[:, 1::2])
+    first, second = softmax_maps[:, ::2] == 0, softmax_maps[:, 1::2] == 0
+    for dropped, share in ((first, 0.3), (second, 0.3), (first & second, 0.09)):
+        assert dropped.double().mean().item() == pytest.approx(share, abs=0.02)
+
+
+every_implementation = pytest.mark.parametrize(
+    "implementation",
+    ["eager", "sdpa", PADDED, "diff_fused", pytest.param("flex_attention", marks=pytest.mark.slow)],
+)
+
+
+@every_implementation
+@pytest.mark.parametrize("kind", [*KINDS, "holes"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_where_attention_is_not_causal_tokens_see_those_behind_them(
+    variant: str, kind: str, implementation: str
+) -> None:
+    model, given, input_ids = tiny_model(variant, attn_implementation=implementation), batch(kind, 13), tokens(2, 13)
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    both = Batch(given.attention_mask, given.position_ids, given.visible | given.visible.mT, given.real)
+    logits = model(input_ids, attention_mask=given.attention_mask, position_ids=given.position_ids).logits
+    truth = true_logits(model, input_ids, both, torch.float64)
+    assert relative_error(logits[given.real], truth[given.real]) <= 1e-5
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", PADDED, "diff_fused"])
+@torch.no_grad()
+def test_only_the_layers_that_are_not_causal_look_ahead_and_only_in_their_window(implementation: str) -> None:
+    model, input_ids = tiny_model(attn_implementation=implementation, **WINDOW), tokens(1, 13)
+    model.model.layers[1].self_attn.is_causal = False  # the one with a window of 4
+    logits, seen = model(input_ids).logits[0, 4], []
+    for i in range(13):
+        other = input_ids.clone()
+        other[0, i] = other[0, i] % 96 + 1
+        seen.append(not torch.equal(model(other).logits[0, 4], logits))
+    assert seen == [i < 8 for i in range(13)]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", PADDED, "diff_fused"])
+@torch.no_grad()
+def test_is_causal_of_a_call_goes_before_that_of_the_layers(implementation: str) -> None:
+    model, given, input_ids = tiny_model(attn_implementation=implementation), batch("causal", 9), tokens(2, 9)
+    packed, room = batch("packed", 9), StaticCache(model.config, max_cache_len=12)  # whose free room no token sees
+    for kind, options in ((given, {}), (packed, {}), (given, {"past_key_values": room})):
+        both = Batch(None, kind.position_ids, kind.visible | kind.visible.mT, kind.real)
+        logits = model(input_ids, position_ids=kind.position_ids, is_causal=False, **options).logits
+        assert relative_error(logits, true_logits(model, input_ids, both, torch.float64)) <= 1e-5
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    logits = model(input_ids, is_causal=True).logits
+    assert relative_error(logits, true_logits(model, input_ids, given, torch.float64)) <= 1e-5
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_layer_that_is_not_causal_and_has_no_mask_sees_all(variant: str) -> None:
+    layer, given = attention_layer(variant, 2, "diff_fused"), batch("causal", 9)
+    layer.is_causal = False
+    both = Batch(None, given.position_ids, torch.ones_like(given.visible), given.real)
+    x, weights = torch.randn(2, 9, 64, requires_grad=True), dict(layer.named_parameters())
+    true_x = x.detach().double().requires_grad_()
+    true_weights = {name: p.detach().double().requires_grad_() for name, p in weights.items()}
+    direction = loss_direction(true_weights, true_x, both, layer.config)[None].view_as(x)
+    ours = outputs_and_gradients(run_layer(layer, x, given)[0], direction, x, weights)
+    truth = outputs_and_gradients(true_layer(true_weights, true_x, both, layer.config), direction, true_x, true_weights)
+    errors = {name: relative_error(ours[name], truth[name]) for name in truth}
+    assert {name: error for name, error in errors.items() if not error <= 5e-6} == {}
+
+
+def four_dimensional(kind: str, visible: torch.Tensor) -> torch.Tensor:
+    """A mask of visible keys [b, n, n] as users give it."""
+    if kind == "boolean":
+        return visible[:, None]
+    lowest = -math.inf if kind == "infinite" else torch.finfo(torch.float32).min
+    return torch.where(visible[:, None], 0.0, lowest)
+
+
+@every_implementation
+@pytest.mark.parametrize("rows", [2, 1], ids=["each row's", "one for all rows"])
+@pytest.mark.parametrize("kind", ["boolean", "lowest number", "infinite"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_masks_of_four_dimensions_say_which_keys_are_seen(
+    variant: str, kind: str, rows: int, implementation: str
+) -> None:
+    model, given, input_ids = tiny_model(variant, attn_implementation=implementation), batch("left", 13), tokens(2, 13)
+    visible = given.visible[:rows].clone()  # padded queries see nothing
+    visible[:, 9:, 6] = False
+    mask = four_dimensional(kind, visible)
+    given = Batch(
+        mask, given.position_ids[:rows].expand(2, -1), visible.expand(2, -1, -1), given.real[:rows].expand(2, -1)
+    )
+    truth = true_logits(model, input_ids, given, torch.float64)[given.real]
+    for prepared in (mask, {"full_attention": mask}):
+        logits = model(input_ids, attention_mask=prepared, position_ids=given.position_ids).logits[given.real]
+        assert relative_error(logits, truth) <= 1e-5
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", PADDED, "diff_fused"])
+@torch.no_grad()
+def test_a_mask_of_all_queries_and_one_of_each_head_are_spread_or_kept(implementation: str) -> None:
+    model, input_ids = tiny_model(attn_implementation=implementation), tokens(2, 150)  # more than a block
+    visible = torch.ones(2, 150, 150, dtype=torch.bool)
+    visible[0, :, 5] = False
+    given = Batch(None, torch.arange(150).expand(2, -1), visible, torch.ones(2, 150, dtype=torch.bool))
+    truth = true_logits(model, input_ids, given, torch.float64)
+    for mask in (visible[:, None, :1], visible[:, None].expand(2, 8, 150, 150)):
+        assert relative_error(model(input_ids, attention_mask=mask).logits, truth) <= 1e-5
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "diff_fused"])
+def test_integers_in_four_dimensions_are_refused(implementation: str) -> None:
+    model, mask = tiny_model(attn_implementation=implementation), torch.ones(1, 1, 5, 5, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"`attention_mask` of four dimensions must be boolean .* got torch\.int32"):
+        model(tokens(1, 5), attention_mask=mask)
+
+
+def test_a_mask_of_each_head_is_refused_by_flex_attention() -> None:
+    model = tiny_model(attn_implementation="flex_attention")
+    with pytest.raises(ValueError, match=r"one `attention_mask` for all heads, \[1, 1, 5, keys\], got \[1, 8, 5, 5\]"):
+        model(tokens(1, 5), attention_mask=torch.ones(1, 8, 5, 5, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("cached", "shape"),
+    [
+        (0, (2, 4)),
+        (0, (2, 6)),
+        (0, (1, 5)),
+        (0, (4, 5)),
+        (0, (5,)),
+        (0, (2, 5, 5)),
+        (3, (2, 5)),
+        (3, (2, 7)),
+        (3, (2, 9)),
+    ],
+)
+@pytest.mark.parametrize("cache_class", [DynamicCache, StaticCache])
+@torch.no_grad()
+def test_a_mask_of_another_length_is_refused(cache_class: Any, cached: int, shape: tuple[int, ...]) -> None:
+    model = tiny_model(attn_implementation="sdpa", **WINDOW)
+    room = {"max_cache_len": 12} if cache_class is StaticCache else {}
+    cache = cache_class(config=model.config, **room)
+    if cached:
+        model(tokens(2, cached), past_key_values=cache)
+    rule = rf"`attention_mask` must be \[2, {cached + 5}\], with a 1 for each of the {cached} tokens in the cache and "
+    with pytest.raises(
+        ValueError, match=rule + rf"the 5 new ones and a 0 for padding, got \[{', '.join(map(str, shape))}\]"
+    ):
+        model(tokens(2, 5), attention_mask=torch.ones(shape), past_key_values=cache)
+    whole = [cached + 5, *room.values()]  # of a static cache the whole room too
+    masks = [(torch.arange(length) < cached + 5).expand(2, -1) for length in whole]
+    expected = model(torch.cat((tokens(2, cached), tokens(2, 5)), dim=1)).logits[:, cached:]
+    for mask in masks:
+        again = cache_class(config=model.config, **room)
+        if cached:
+            model(tokens(2, cached), past_key_values=again)
+        torch.testing.assert_close(
+            model(tokens(2, 5), attention_mask=mask, past_key_values=again).logits, expected, rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("mask", ["prepared for each type of layer", "one for all layers"])
