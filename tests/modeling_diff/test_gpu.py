@@ -50,7 +50,7 @@ def exceeding(
 @needs_flash_attn
 @pytest.mark.parametrize("n", [63, 128])
 @pytest.mark.parametrize("key_value_heads", [4, 1], ids=["MHA", "groups of 4"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "packed"])  # flash-attn packs one row only
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_flash_attention_loses_at_most_twice_what_plain_bfloat16_loses(
     variant: str, kind: str, key_value_heads: int, n: int
