@@ -3,9 +3,13 @@
 """Configuration of differential Llama models."""
 
 import copy
-from typing import Any, Literal
+import functools
+import reprlib
+from typing import Any, Literal, NoReturn
 
+import torch
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError, StrictDataclassFieldValidationError
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
@@ -21,7 +25,82 @@ AUTO_MAP = {
 }
 """Auto class -> the class that it loads, as `file.Class` in a Hub folder."""
 
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
+BOUNDS: dict[str, tuple[float, float]] = {
+    "vocab_size": (1, 2**24),
+    "hidden_size": (1, 2**17),
+    "intermediate_size": (1, 2**20),
+    "num_hidden_layers": (1, 2**12),
+    "num_attention_heads": (1, 2**14),
+    "num_key_value_heads": (1, 2**13),
+    "head_dim": (1, 2**17),
+    "max_position_embeddings": (1, 2**31 - 1),
+    "num_labels": (1, 2**20),
+    "initializer_range": (0.0, 1.0),
+    "rms_norm_eps": (1e-30, 1.0),  # 0 would divide the embedding of the padding token by its own norm, which is 0
+}
+"""Field -> its least and its greatest value, which is far beyond published models."""
+
+ROPE_BOUNDS: dict[str, tuple[float, float]] = {
+    "rope_theta": (2.0, 1e12),
+    "factor": (1e-3, 1e6),
+    "original_max_position_embeddings": (2, 2**31 - 1),
+    "attention_factor": (0.01, 100.0),
+    "beta_fast": (0.0, 1e6),
+    "beta_slow": (0.0, 1e6),
+    "mscale": (0.0, 100.0),
+    "mscale_all_dim": (0.0, 100.0),
+    "low_freq_factor": (1e-3, 1e6),
+    "high_freq_factor": (1e-3, 1e6),
+    "short_factor": (1e-3, 1e6),
+    "long_factor": (1e-3, 1e6),
+}
+"""Entry of `rope_parameters` -> the least and the greatest value of its number, or of each number in its list."""
+
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "attention_chunk_size": ((None,), "give a `sliding_window` instead"),
+    "is_causal": ((True,), "a token sees itself and those before it"),
+    "is_encoder_decoder": ((False, None), "this is a decoder"),
+    "original_max_position_embeddings": ((None,), "it belongs in `rope_parameters`"),
+    "per_layer_config": ((None,), "all layers have the same sizes"),
+    "return_dict": ((True, None), "ask `forward` for a tuple"),
+    "transformers_weights": ((None,), "weights are in model.safetensors, or in the files that its index names"),
+    **dict.fromkeys(("decoder", "generator", "text_config", "text_encoder"), ((None,), "the model has a single part")),
+}
+"""Field that transformers obeys in any configuration -> the values that it may have here, and why no other."""
+
+
+def refuse(name: str, value: Any, rule: str) -> NoReturn:
+    """Raises the error that names a field, its rule and its value, which is cut where it is long."""
+    raise StrictDataclassFieldValidationError(name, ValueError(f"`{name}` {rule}, got {reprlib.repr(value)}."))
+
+
+def check_bounds(name: str, value: Any, bounds: tuple[float, float]) -> None:
+    """Refuses what is not a number within bounds."""
+    low, high = bounds
+    if not isinstance(value, int | float) or not low <= value <= high:
+        refuse(name, value, f"must be a number from {low} to {high}")
+
+
+def cut_messages(cls: type) -> type:
+    """Cuts the messages about wrong types, which have the whole value: a config.json may hold megabytes."""
+    init = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(init)
+    def init_or_refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except StrictDataclassError as error:
+            message = str(error)
+            error.args = (message if len(message) < 2000 else f"{message[:1000]} ... {message[-500:]}",)
+            raise error from None
+
+    cls.__init__ = init_or_refuse  # type: ignore[misc]
+    return cls
+
+
+@cut_messages
 @strict
 class DifferentialLlamaConfig(PreTrainedConfig):
     r"""
@@ -158,8 +237,12 @@ class DifferentialLlamaConfig(PreTrainedConfig):
     no_rope_layers: list[int] | None = None
     sliding_window: int | None = None
     layer_types: list[str] | None = None
+    # transformers' own fields, of which it does not check the types
+    id2label: dict | None = None
+    problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self._check_inherited_fields(vars(self) | kwargs)
         heads = max(self.num_attention_heads // 2, 1)  # the rule for wrong counts is in validate_architecture
         if self.num_key_value_heads is None:
             self.num_key_value_heads = heads
@@ -168,11 +251,35 @@ class DifferentialLlamaConfig(PreTrainedConfig):
         if self.attention_out_bias is None:
             self.attention_out_bias = self.attention_bias
         if self.layer_types is None:  # `generate` and engines read a list where there is such a field
+            check_bounds("num_hidden_layers", self.num_hidden_layers, BOUNDS["num_hidden_layers"])
             layer_type = "full_attention" if self.sliding_window is None else "sliding_attention"
             self.layer_types = [layer_type] * self.num_hidden_layers
         # Every saved configuration says where its classes are, so that any folder of this model can be a Hub folder.
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__post_init__(**kwargs)
+        absent = ([] if self.use_qk_norm else ["q_norm", "k_norm"]) + (
+            [] if self.diff_variant == "v2" else ["lambda_proj"]
+        )
+        plan = type(self).base_model_tp_plan.items()  # the instance's names what it has; transformers saves neither
+        self.base_model_tp_plan = {name: style for name, style in plan if name.rpartition(".")[2] not in absent}
+
+    def _check_inherited_fields(self, given: dict[str, Any]) -> None:
+        """Checks fields that transformers makes lists of, converts or obeys."""
+        for name, (allowed, reason) in UNSUPPORTED.items():
+            if given.get(name, allowed[0]) not in allowed:
+                refuse(name, given[name], f"is not supported ({reason})")
+        check_bounds("num_labels", given.get("num_labels", 2), BOUNDS["num_labels"])
+        if self.id2label is not None and not (self.id2label and all(str(key).isdecimal() for key in self.id2label)):
+            refuse("id2label", self.id2label, "must have a label for each index from 0 on")
+        for name in ("dtype", "torch_dtype"):
+            value = given.get(name)
+            dtype = getattr(torch, value, None) if isinstance(value, str) else value
+            if value is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                refuse(name, value, "must be a floating-point type of torch")
+        for name in ("rope_parameters", "rope_scaling"):
+            value = given.get(name)
+            if isinstance(value, dict) and {*LAYER_TYPES, *(self.layer_types or ())} & set(value):
+                refuse(name, value, "must be the same for all layers, not one for each layer type")
 
     @property
     def rotary_dim(self) -> int:
@@ -188,105 +295,101 @@ class DifferentialLlamaConfig(PreTrainedConfig):
 
     def validate_rope(self) -> None:
         """Checks `rope_parameters` against the width that is rotated."""
-        rope = self.rope_parameters or {}
+        lists = ("short_factor", "long_factor")
+        given = (self.rope_parameters or {}).items()
+        rope = {name: value for name, value in given if value is not None or name in lists}
         rope_type = rope.get("rope_type", "default")
-        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
-            raise ValueError(
-                f"`rope_parameters['rope_type']` must be 'default' or one of {', '.join(ROPE_INIT_FUNCTIONS)}, got "
-                f"{rope_type!r}."
-            )
-        if not rope.get("rope_theta", 1.0) > 0:
-            raise ValueError(f"`rope_parameters['rope_theta']` must be positive, got {rope['rope_theta']}.")
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError(
-                f"`rope_parameters['partial_rotary_factor']` must be 1.0 (whole vectors are rotated), got "
-                f"{rope['partial_rotary_factor']}."
-            )
-        for name in ("short_factor", "long_factor"):
-            if name not in rope:
+        if rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
+            rule = f"must be 'default' or one of {', '.join(ROPE_INIT_FUNCTIONS)}"
+            refuse("rope_parameters['rope_type']", rope_type, rule)
+        partial = rope.get("partial_rotary_factor", 1.0)
+        if partial != 1.0:
+            refuse("rope_parameters['partial_rotary_factor']", partial, "must be 1.0 (whole vectors are rotated)")
+        for name, bounds in ROPE_BOUNDS.items():
+            if name not in rope and name != "rope_theta":
                 continue
-            factors = rope[name]
-            if not isinstance(factors, list) or len(factors) != self.rotary_dim // 2:
-                raise ValueError(
-                    f"`rope_parameters['{name}']` must have {self.rotary_dim // 2} numbers, half of the rotated width "
-                    f"{self.rotary_dim} (`head_dim`={self.head_dim}, `diff_variant`={self.diff_variant!r}), got "
-                    f"{len(factors) if isinstance(factors, list) else factors}."
+            field, numbers = f"rope_parameters['{name}']", rope.get(name)
+            if name not in lists:
+                numbers = [numbers]
+            elif not isinstance(numbers, list) or len(numbers) != self.rotary_dim // 2:
+                rule = (
+                    f"must have {self.rotary_dim // 2} numbers, half of the rotated width {self.rotary_dim} "
+                    f"(`head_dim`={self.head_dim}, `diff_variant`={self.diff_variant!r}), not "
+                    f"{len(numbers) if isinstance(numbers, list) else 0}"
                 )
+                refuse(field, numbers, rule)
+            for number in numbers:
+                check_bounds(field, number, bounds)
+        if rope_type == "dynamic" and self.rotary_dim < 4:
+            refuse(
+                "head_dim", self.head_dim, f"is too small for rope_type='dynamic': it rotates {self.rotary_dim} of 4"
+            )
+        low, high = rope.get("low_freq_factor", 0), rope.get("high_freq_factor", float("inf"))
+        if rope_type == "llama3" and low >= high:
+            refuse("rope_parameters['high_freq_factor']", high, f"must be greater than 'low_freq_factor' ({low})")
+        config = self.rotary_config()
+        config.rope_parameters = rope
         try:
-            super(DifferentialLlamaConfig, self.rotary_config()).validate_rope()
-        except (KeyError, ZeroDivisionError) as error:
+            super(DifferentialLlamaConfig, config).validate_rope()
+        except KeyError as error:
             raise ValueError(f"`rope_parameters`: {error.args[0]}") from error
 
     def validate_architecture(self) -> None:
-        """Checks the fields against each other. Raises `ValueError` with the field, its value and the rule."""
-        assert self.num_key_value_heads is not None  # set in __post_init__
-        if self.head_dim is None:
-            heads = max(self.num_attention_heads // 2, 1)
-            raise ValueError(
-                f"`head_dim` is not given and `hidden_size` ({self.hidden_size}) is not a multiple of the number "
-                f"of differential heads ({heads} = num_attention_heads // 2): give `head_dim`."
-            )
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                     "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
-        if self.num_attention_heads % 2:
-            raise ValueError(
-                f"`num_attention_heads` must be even (two softmax maps for each differential head), got "
-                f"{self.num_attention_heads}."
-            )
+        """Checks the fields against each other."""
+        self._check_inherited_fields(vars(self))
         heads = self.num_attention_heads // 2
-        if heads % self.num_key_value_heads:
-            raise ValueError(
-                f"`num_key_value_heads` must divide the number of differential heads ({heads} = num_attention_heads // "
-                f"2), so that both maps of a head share a key, got {self.num_key_value_heads}."
+        if self.head_dim is None:
+            rule = (
+                f"must be given where `hidden_size` ({self.hidden_size}) is not a multiple of the number of "
+                f"differential heads ({heads} = num_attention_heads // 2)"
             )
+            refuse("head_dim", None, rule)
+        for name, bounds in BOUNDS.items():
+            check_bounds(name, 1 if name == "num_labels" else getattr(self, name), bounds)
+        if self.num_attention_heads % 2:
+            rule = "must be even (two softmax maps for each differential head)"
+            refuse("num_attention_heads", self.num_attention_heads, rule)
+        if heads % self.num_key_value_heads:
+            rule = (
+                f"must divide the number of differential heads ({heads} = num_attention_heads // 2), so that both maps "
+                "of a head share a key"
+            )
+            refuse("num_key_value_heads", self.num_key_value_heads, rule)
         multiple, why = (4, "two keys, each rotated in pairs") if self.diff_variant == "v1" else (2, "rotated in pairs")
         if self.head_dim % multiple:
-            raise ValueError(
-                f"`head_dim` must be a multiple of {multiple} for diff_variant={self.diff_variant!r} ({why}), got "
-                f"{self.head_dim}."
-            )
+            rule = f"must be a multiple of {multiple} for diff_variant={self.diff_variant!r} ({why})"
+            refuse("head_dim", self.head_dim, rule)
+        if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
+            refuse("pad_token_id", self.pad_token_id, f"must be less than `vocab_size` ({self.vocab_size})")
         if self.lambda_init != "exponential" and not (
             isinstance(self.lambda_init, float) and 0.0 < self.lambda_init < 1.0
         ):
-            raise ValueError(f"`lambda_init` must be 'exponential' or a float in (0, 1), got {self.lambda_init!r}.")
-        for name in ("lambda_std_dev", "initializer_range", "rms_norm_eps"):
-            if not 0.0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"`{name}` must be finite and not negative, got {getattr(self, name)}.")
+            refuse("lambda_init", self.lambda_init, "must be 'exponential' or a float in (0, 1)")
+        # λq·λk has a standard deviation of lambda_std_dev² √d: up to 14, six of them stay below 88, where float32's exp
+        # overflows
+        check_bounds("lambda_std_dev", self.lambda_std_dev, (0.0, (14 / self.rotary_dim**0.5) ** 0.5))
         if self.hidden_act not in ACT2FN:
-            raise ValueError(f"`hidden_act` must be one of {', '.join(ACT2FN)}, got {self.hidden_act!r}.")
-        if not 0.0 <= (self.attention_dropout or 0.0) < 1.0:
-            raise ValueError(f"`attention_dropout` must be in [0, 1), got {self.attention_dropout}.")
-        if getattr(self, "attention_chunk_size", None) is not None:
-            raise ValueError(
-                f"`attention_chunk_size` is not supported, got {self.attention_chunk_size}. Leave it out, or give a "
-                "`sliding_window`."
-            )
+            refuse("hidden_act", self.hidden_act, f"must be one of {', '.join(ACT2FN)}")
+        for name in ("attention_dropout", "classifier_dropout"):
+            dropout = getattr(self, name, None)
+            if dropout is not None and not (isinstance(dropout, int | float) and 0.0 <= dropout < 1.0):
+                refuse(name, dropout, "must be a number in [0, 1)")
 
     def validate_layer_type(self) -> None:
         """Checks the fields that have an entry for each layer, and the window of those that slide."""
-        for name, values in (("layer_types", ("full_attention", "sliding_attention")), ("no_rope_layers", (0, 1))):
+        for name, values in (("layer_types", LAYER_TYPES), ("no_rope_layers", (0, 1))):
             entries = getattr(self, name)
             if entries is None:
                 continue
             if len(entries) != self.num_hidden_layers:
-                raise ValueError(
-                    f"`{name}` must have an entry for each of the `num_hidden_layers` ({self.num_hidden_layers}) "
-                    f"layers, got {len(entries)}: {entries}."
-                )
+                rule = f"must have an entry for each of the `num_hidden_layers` ({self.num_hidden_layers}) layers"
+                refuse(name, entries, f"{rule}, not {len(entries)}")
             if not set(entries) <= set(values):
-                raise ValueError(f"`{name}` must hold {values[0]!r} and {values[1]!r} only, got {entries}.")
-        slides = "sliding_attention" in (self.layer_types or ())
-        if self.sliding_window is None and slides:
-            raise ValueError(
-                f"`layer_types` must all be 'full_attention' where `sliding_window` is None, got {self.layer_types}."
-            )
-        if self.sliding_window is not None and self.sliding_window < 2:
-            raise ValueError(
-                "`sliding_window` must be at least 2 (a token itself and one before it) or None, got "
-                f"{self.sliding_window}."
-            )
+                refuse(name, entries, f"must hold {values[0]!r} and {values[1]!r} only")
+        if self.sliding_window is None and "sliding_attention" in (self.layer_types or ()):
+            refuse("layer_types", self.layer_types, "must all be 'full_attention' where `sliding_window` is None")
+        if self.sliding_window is not None:
+            check_bounds("sliding_window", self.sliding_window, (2, 2**31 - 1))  # a token itself and one before it
 
 
 # transformers' Auto classes look models up by the *name* of the configuration's class, and transformers has a

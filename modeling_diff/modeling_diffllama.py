@@ -30,6 +30,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
@@ -628,8 +629,10 @@ DiffLlamaForSequenceClassification = DifferentialLlamaForSequenceClassification
 DiffLlamaForTokenClassification = DifferentialLlamaForTokenClassification
 DiffLlamaForQuestionAnswering = DifferentialLlamaForQuestionAnswering
 
-# A Trainer looks into these tables for whether to shift smoothed labels, and for the task that its model card names.
+# Trainers look into these tables for whether to shift smoothed labels and for the task that a model card names, and
+# transformers' own tests for what is a base model, which takes no labels.
 for names, model_class in (
+    (MODEL_MAPPING_NAMES, DiffLlamaModel),
     (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, DiffLlamaForCausalLM),
     (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, DiffLlamaForSequenceClassification),
     (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, DiffLlamaForTokenClassification),

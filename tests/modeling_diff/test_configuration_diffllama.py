@@ -142,7 +142,8 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 
 # fields -> the message: the field, what was received, the rule
 REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    *(({name: value}, (f"`{name}`", f"got {value}", "at least 1")) for name in SIZES for value in (0, -2)),
+    *(({name: value}, (f"`{name}`", f"got {value}", "from 1 to")) for name in SIZES for value in (0, -2)),
+    *(({name: 2**31}, (f"`{name}`", "got 2147483648", "from 1 to")) for name in (*SIZES, "num_labels")),
     ({"num_attention_heads": 7}, ("`num_attention_heads`", "got 7", "even")),
     ({"num_attention_heads": 1}, ("`num_attention_heads`", "got 1", "even")),
     ({"num_key_value_heads": 3}, ("`num_key_value_heads`", "got 3", "divide the number of differential heads (4")),
@@ -159,17 +160,17 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ),
     ({"lambda_init": 1}, ("'lambda_init'", "int (value: 1)", "float")),
     *(
-        ({name: value}, (f"`{name}`", f"got {value}", "finite and not negative"))
+        ({name: value}, (f"`{name}`", f"got {value}", "must be a number from"))
         for name in ("lambda_std_dev", "initializer_range", "rms_norm_eps")
-        for value in (-0.1, math.nan, math.inf)
+        for value in (-0.1, 5.0, math.nan, math.inf)
     ),
     *(
         ({"attention_dropout": value}, ("`attention_dropout`", f"got {value}", "[0, 1)"))
         for value in (1.0, -0.1, 1, math.nan)
     ),
-    *(({"sliding_window": value}, ("`sliding_window`", f"got {value}", "at least 2")) for value in (1, 0, -8)),
+    *(({"sliding_window": value}, ("`sliding_window`", f"got {value}", "from 2 to")) for value in (1, 0, -8)),
     *(
-        ({name: [entry]}, (f"`{name}`", f"got 1: [{entry!r}]", "`num_hidden_layers` (2)"))
+        ({name: [entry]}, (f"`{name}`", "not 1,", f"got [{entry!r}]", "`num_hidden_layers` (2)"))
         for name, entry in (("layer_types", "full_attention"), ("no_rope_layers", 1))
     ),
     *(
@@ -180,8 +181,8 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"layer_types": ["full_attention", "sliding_attention"]},
         ("`layer_types`", "got ['full_attention', 'sliding_attention']", "`sliding_window` is None"),
     ),
-    ({"no_rope_layers": [1, 0, 1]}, ("`no_rope_layers`", "got 3: [1, 0, 1]", "`num_hidden_layers` (2)")),
-    ({"no_rope_layers": []}, ("`no_rope_layers`", "got 0: []", "`num_hidden_layers` (2)")),
+    ({"no_rope_layers": [1, 0, 1]}, ("`no_rope_layers`", "not 3,", "got [1, 0, 1]", "`num_hidden_layers` (2)")),
+    ({"no_rope_layers": []}, ("`no_rope_layers`", "not 0,", "got []", "`num_hidden_layers` (2)")),
     ({"no_rope_layers": [1, 2]}, ("`no_rope_layers`", "got [1, 2]", "0 and 1 only")),
     ({"attention_chunk_size": 2}, ("`attention_chunk_size`", "got 2", "not supported")),
     ({"sliding_window": 8.0}, ("'sliding_window'", "float (value: 8.0)", "int")),
@@ -196,12 +197,12 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ),
     ({"rope_parameters": {"rope_type": "linear"}}, ("rope_parameters", "'linear'", "factor")),
     ({"rope_parameters": {"rope_type": "helix"}}, ("['rope_type']", "got 'helix'", "'default'", "yarn")),
-    ({"rope_parameters": {"rope_theta": -1.0}}, ("['rope_theta']", "got -1.0", "positive")),
+    ({"rope_parameters": {"rope_theta": -1.0}}, ("['rope_theta']", "got -1.0", "from 2.0 to")),
     ({"hidden_act": "sliu"}, ("`hidden_act`", "got 'sliu'", "silu")),
     *(
         (
             {"variant": variant, "rope_parameters": LONGROPE | {name: [1.0] * wrong, other: [1.0] * right}},
-            (f"['{name}']", f"got {wrong}", f"must have {right} numbers", repr(variant)),
+            (f"['{name}']", f"not {wrong}", f"must have {right} numbers", repr(variant)),
         )
         for name, other in (("short_factor", "long_factor"), ("long_factor", "short_factor"))
         for variant, wrong, right in (("v1", 8, 4), ("v2", 4, 8))
