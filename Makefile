@@ -19,7 +19,7 @@ export PROMPT
 export HF_HUB_OFFLINE = 1
 unexport PYTHONDONTWRITEBYTECODE # installed without bytecode, every process would compile what it imports
 
-.PHONY: help demo test test-oldest test-versions test-vllm test-gpu lint types wheel check-wheel bench figure heal clean
+.PHONY: help demo test test-oldest test-versions test-vllm test-transformers test-gpu lint types wheel check-wheel bench figure heal clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list.
@@ -74,6 +74,15 @@ test-vllm: $(VENV)/.dev $(VLLM)/.vllm ## Serve folders by vLLM (CPU), in an envi
 	rm -rf build/vllm
 	$(RUN) tests/engines/folders.py build/vllm
 	$(VLLM)/bin/python -m pytest tests/engines
+
+# They are in the source package alone, of the version that is installed
+test-transformers: $(VENV)/.dev ## Run transformers' own tests of a model on our classes.
+	rm -rf build/transformers && mkdir -p build/transformers
+	$(RUN) -m pip download -q --disable-pip-version-check --no-deps --no-build-isolation --no-binary transformers \
+		-d build/transformers "transformers==$$($(RUN) -c 'from importlib.metadata import version; print(version("transformers"))')"
+	tar -xzf build/transformers/*.tar.gz -C build/transformers --strip-components=1
+	TRANSFORMERS_TESTS=build/transformers/tests $(RUN) -m pytest -o addopts=--import-mode=importlib -n 2 \
+		tests/transformers_common/common_model_tests.py
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device.
 	$(RUN) -m pytest -m gpu
