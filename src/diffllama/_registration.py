@@ -9,48 +9,33 @@ modules that the model needs import `AutoModel` half-way through themselves.) pe
 """
 
 import functools
-import importlib
-import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
 
-AUTO_CONFIG = "transformers.models.auto.configuration_auto"
-PEFT_DEFAULTS = "peft.utils.constants"
+class AfterImport(MetaPathFinder):
+    """Calls a function each time a module of `REGISTER` is executed. Asking for a module's spec changes nothing."""
 
-
-class _After(MetaPathFinder):
-    """Does something once, right after a module has been imported."""
-
-    def __init__(self, name: str, then: Callable[[ModuleType], object]) -> None:
-        self.name, self.then = name, then
-
-    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != self.name:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The module's ordinary spec, whose loader calls the function when it has executed the module."""
+        register = REGISTER.get(fullname)
+        spec = PathFinder.find_spec(fullname, path, target) if register else None
+        if register is None or spec is None or spec.loader is None:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+        execute = spec.loader.exec_module
 
-            def execute_and_more(module: ModuleType) -> None:
-                execute(module)
-                self.then(module)
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            register()
 
-            spec.loader.exec_module = execute_and_more  # type: ignore[method-assign]  # wraps this loader only
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]  # of this spec's loader alone
         return spec
-
-
-def after(name: str, then: Callable[[ModuleType], object]) -> None:
-    """Does something with a module: now if it is imported already, else right after it is."""
-    if name in sys.modules:
-        then(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _After(name, then))
 
 
 def register_config() -> None:
@@ -85,16 +70,26 @@ def register_models() -> None:
             model_class.register_for_auto_class(auto_class)
 
 
-def register_target_modules(defaults: ModuleType) -> None:
+def register_target_modules() -> None:
     """Gives every method of peft the layers of a Llama as those that it adapts by default; ours have the same names."""
+    from peft.utils import constants
+
     from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
-    for name, mapping in vars(defaults).items():
+    for name, mapping in vars(constants).items():
         if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(mapping, dict) and "llama" in mapping:
             mapping.setdefault(DiffLlamaConfig.model_type, mapping["llama"])
 
 
+REGISTER: dict[str, Callable[[], None]] = {
+    "transformers.models.auto.configuration_auto": register_config,
+    "peft.utils.constants": register_target_modules,
+}
+"""Module -> what to call when it has been executed."""
+
+
 def register_when_needed() -> None:
-    """Registers with transformers when its `AutoConfig`, and with peft when its defaults are there."""
-    after(AUTO_CONFIG, lambda module: importlib.import_module("diffllama.modeling_diff"))
-    after(PEFT_DEFAULTS, register_target_modules)
+    """Registers with transformers and with peft: now with what is imported already, else right after it is."""
+    sys.meta_path.insert(0, AfterImport())
+    for name in REGISTER.keys() & sys.modules.keys():
+        REGISTER[name]()

@@ -98,6 +98,29 @@ IMPORTS = {
     "then AutoModel": "import diffllama\nfrom transformers import AutoModel",
     "after transformers": "import transformers, diffllama",
     "after AutoModel": "from transformers import AutoModelForCausalLM\nimport diffllama",
+    "after a search for AutoConfig": """
+import diffllama, importlib.util
+for module in ("transformers.models.auto.configuration_auto", "diffllama.modeling_diff.configuration_diffllama"):
+    importlib.util.find_spec(module)
+""",
+    "in several threads": """
+import diffllama, importlib, threading
+failures, start = [], threading.Barrier(5)
+def import_and_make(module):
+    try:
+        start.wait()
+        importlib.import_module(module)
+        from transformers import AutoConfig, AutoModelForCausalLM
+        AutoModelForCausalLM.from_config(AutoConfig.for_model("diff_llama", **TINY))
+    except BaseException as error:
+        failures.append(f"{module}: {error!r}")
+modules = ("diffllama.modeling_diff", "diffllama.modeling_diff.modeling_diffllama", "transformers.models.auto",
+           "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
+threads = [threading.Thread(target=import_and_make, args=[module]) for module in modules]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert not failures, failures
+""",
     "configuration first": "from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig",
     "model first": "from diffllama import DiffLlamaForCausalLM",
 }

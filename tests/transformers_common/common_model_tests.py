@@ -1,7 +1,7 @@
 """transformers' own tests of a model (`ModelTesterMixin`) on our classes: `make test-transformers`.
 
-They are not installed with transformers. `TRANSFORMERS_TESTS` names the folder `tests` of its source package, which lacks
-subfolders: what is tested there (generation, export) is replaced by empty classes.
+They are not installed with transformers. `TRANSFORMERS_TESTS` names the folder `tests` of its source package, which has
+no subfolders: what is tested in those (generation, export) is replaced by empty classes.
 """
 
 import importlib
