@@ -64,7 +64,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_encoder_decoder": ((False, None), "this is a decoder"),
     "original_max_position_embeddings": ((None,), "it belongs in `rope_parameters`"),
     "per_layer_config": ((None,), "all layers have the same sizes"),
-    "return_dict": ((True, None), "ask `forward` for a tuple"),
+    "return_dict": ((True,), "ask `forward` for a tuple"),
     "transformers_weights": ((None,), "weights are in model.safetensors, or in the files that its index names"),
     **dict.fromkeys(("decoder", "generator", "text_config", "text_encoder"), ((None,), "the model has a single part")),
 }
@@ -77,10 +77,11 @@ def refuse(name: str, value: Any, rule: str) -> NoReturn:
 
 
 def check_bounds(name: str, value: Any, bounds: tuple[float, float]) -> None:
-    """Refuses what is not a number within bounds."""
+    """Refuses what is not a number within bounds, and not an integer where the bounds are."""
     low, high = bounds
-    if not isinstance(value, int | float) or not low <= value <= high:
-        refuse(name, value, f"must be a number from {low} to {high}")
+    kind, noun = (int, "an integer") if isinstance(low, int) else (int | float, "a number")
+    if not isinstance(value, kind) or not low <= value <= high:
+        refuse(name, value, f"must be {noun} from {low} to {high}")
 
 
 def cut_messages(cls: type) -> type:
@@ -238,6 +239,7 @@ class DifferentialLlamaConfig(PreTrainedConfig):
     sliding_window: int | None = None
     layer_types: list[str] | None = None
     # transformers' own fields, of which it does not check the types
+    output_hidden_states: bool | None = False
     id2label: dict | None = None
     problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None = None
 
@@ -266,7 +268,7 @@ class DifferentialLlamaConfig(PreTrainedConfig):
     def _check_inherited_fields(self, given: dict[str, Any]) -> None:
         """Checks fields that transformers makes lists of, converts or obeys."""
         for name, (allowed, reason) in UNSUPPORTED.items():
-            if given.get(name, allowed[0]) not in allowed:
+            if not any(given.get(name, allowed[0]) is value for value in allowed):  # 1 is not True to torch
                 refuse(name, given[name], f"is not supported ({reason})")
         check_bounds("num_labels", given.get("num_labels", 2), BOUNDS["num_labels"])
         if self.id2label is not None and not (self.id2label and all(str(key).isdecimal() for key in self.id2label)):

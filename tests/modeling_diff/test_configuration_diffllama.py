@@ -1,22 +1,28 @@
+import copy
 import json
 import logging
 import math
+import operator
+import pickle
 import re
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import EVERY_FEATURE, VARIANTS, tiny_config
+from tiny import EVERY_FEATURE, VARIANTS, tiny_config, tiny_model, tokens
+from transformers.activations import ACT2FN
 
 import diffllama
-from diffllama import DiffLlamaConfig
-from diffllama.modeling_diff import modeling_diffllama
+from diffllama import DiffLlamaConfig, DiffLlamaForCausalLM, DiffLlamaForTokenClassification
+from diffllama.modeling_diff import configuration_diffllama, modeling_diffllama
 
 
 GEOMETRY = ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -198,6 +204,63 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"rope_parameters": {"rope_type": "linear"}}, ("rope_parameters", "'linear'", "factor")),
     ({"rope_parameters": {"rope_type": "helix"}}, ("['rope_type']", "got 'helix'", "'default'", "yarn")),
     ({"rope_parameters": {"rope_theta": -1.0}}, ("['rope_theta']", "got -1.0", "from 2.0 to")),
+    *(
+        ({"rope_parameters": rope | {name: value}}, (f"['{name}']", f"got {value!r}", "from"))
+        for rope in ({"rope_type": "yarn", "factor": 2.0}, {"rope_type": "llama3"} | LLAMA3)
+        for name in ("rope_theta", "factor", "original_max_position_embeddings")
+        for value in (math.nan, math.inf, 0, -2, "x")
+    ),
+    *(
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, name: math.nan}}, (f"['{name}']", "got nan", "from"))
+        for name in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    ),
+    *(
+        ({"rope_parameters": {"rope_type": "llama3"} | LLAMA3 | {name: value}}, (f"['{name}']", f"got {value}", "from"))
+        for name in ("low_freq_factor", "high_freq_factor")
+        for value in (math.nan, 0)
+    ),
+    (
+        {"rope_parameters": {"rope_type": "llama3"} | LLAMA3 | {"low_freq_factor": 4.0}},
+        ("['high_freq_factor']", "got 4.0", "greater than 'low_freq_factor' (4.0)"),
+    ),
+    *(
+        (
+            {"rope_parameters": LONGROPE | {"short_factor": [1.0] * 4, "long_factor": [1.0, 1.0, value, 1.0]}},
+            ("['long_factor']", f"got {value!r}", "from"),
+        )
+        for value in (math.nan, 0.0, None, "x")
+    ),
+    ({"rope_theta": "x"}, ("['rope_theta']", "got 'x'", "from")),
+    (
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        ("`rope_parameters`", "got {'full_attention'", "same for all layers"),
+    ),
+    (
+        {"head_dim": 4, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+        ("`head_dim`", "got 4", "'dynamic'"),
+    ),
+    *(
+        ({name: value}, (f"`{name}`", f"got {value!r}", "not supported"))
+        for name, value in (
+            ("is_causal", False),
+            ("is_causal", None),
+            ("is_encoder_decoder", True),
+            ("original_max_position_embeddings", 4),
+            ("per_layer_config", {"0": {}}),
+            ("return_dict", False),
+            ("return_dict", None),
+            ("text_config", {}),
+            ("transformers_weights", "other.safetensors"),
+        )
+    ),
+    ({"num_labels": 2.0}, ("`num_labels`", "got 2.0", "an integer from 1")),
+    ({"id2label": {}}, ("`id2label`", "got {}", "label for each index")),
+    ({"id2label": {"a": "b"}}, ("`id2label`", "got {'a': 'b'}", "label for each index")),
+    ({"problem_type": "x"}, ("'problem_type'", "'x'", "regression")),
+    ({"dtype": "float33"}, ("`dtype`", "got 'float33'", "floating-point")),
+    ({"dtype": "nn"}, ("`dtype`", "got 'nn'", "floating-point")),
+    ({"pad_token_id": 97}, ("`pad_token_id`", "got 97", "`vocab_size` (97)")),
+    ({"classifier_dropout": 1.5}, ("`classifier_dropout`", "got 1.5", "[0, 1)")),
     ({"hidden_act": "sliu"}, ("`hidden_act`", "got 'sliu'", "silu")),
     *(
         (
@@ -242,6 +305,16 @@ def test_a_wrong_config_json_is_refused_likewise(fields: dict[str, Any], told: t
     with pytest.raises(StrictDataclassError) as error:
         DiffLlamaConfig.from_pretrained(tmp_path)
     assert [part for part in told if part not in str(error.value)] == []
+
+
+def test_a_model_is_not_loaded_from_the_weights_that_its_configuration_names(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert "transformers_weights" not in config
+    (tmp_path / "other.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"transformers_weights": "other.safetensors"}))
+    with pytest.raises(StrictDataclassError, match="`transformers_weights` is not supported"):
+        DiffLlamaForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_configuration_that_became_wrong_is_not_saved(tmp_path: Path) -> None:
@@ -338,6 +411,125 @@ def test_rotary_config_is_a_copy_with_only_another_head_dim() -> None:
     assert (config.head_dim, rotary.head_dim) == (16, 8)
     rotary.rope_parameters["rope_theta"] = 1.0
     assert config.rope_parameters["rope_theta"] == 10000.0
+
+
+def test_a_long_value_is_cut_in_the_message() -> None:
+    for fields in ({"attention_bias": "x" * 10**5}, {"hidden_act": "x" * 10**5}, {"layer_types": ["x"] * 10**4}):
+        with pytest.raises(StrictDataclassError, match=next(iter(fields))) as error:
+            tiny_config(**fields)
+        assert len(str(error.value)) < 2000
+
+
+@pytest.mark.parametrize("use_qk_norm", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_tensor_parallel_plan_names_what_the_model_has(variant: str, use_qk_norm: bool, tmp_path: Path) -> None:
+    config = tiny_config(variant, use_qk_norm=use_qk_norm)
+    expected = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    expected |= {"lambda_proj"} if variant == "v2" else set()
+    expected |= {"q_norm", "k_norm"} if use_qk_norm else set()
+    assert "base_model_tp_plan" not in saved(config, tmp_path)
+    for same in (config, copy.deepcopy(config), pickle.loads(pickle.dumps(config)), reread(config)):
+        assert {name.rpartition(".")[2] for name in same.base_model_tp_plan} == expected
+
+
+HOSTILE = st.sampled_from(
+    [None, True, False, 0, -1, 1, 3, 7, 0.5, 4.0, 2**31, 10**30, math.nan, math.inf, -math.inf, 1e-300, 1e300, "x", "",
+     [], [1], ["x"], {}, {"x": 1}]
+)  # fmt: skip
+
+
+def values(*sensible: Any) -> st.SearchStrategy[Any]:
+    """Values that a configuration may have, mostly, and others."""
+    return st.one_of(st.sampled_from(sensible), st.sampled_from(sensible), HOSTILE)
+
+
+NUMBERS = values(0.5, 1.0, 2.0, 8, 16, 32.0)
+ROPES = [
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    {"rope_type": "llama3"} | LLAMA3,
+    *(LONGROPE | {"short_factor": [1.0] * half, "long_factor": [2.0] * half} for half in (2, 4)),
+    {"rope_type": "proportional"},
+    {},
+]
+ROPE_NAMES = ["rope_type", "partial_rotary_factor", "full_attention", *configuration_diffllama.ROPE_BOUNDS]
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "vocab_size": values(1, 11),
+    "hidden_size": values(8, 10, 12),
+    "intermediate_size": values(1, 8),
+    "num_hidden_layers": values(1, 2, 3),
+    "num_attention_heads": values(2, 4, 8),
+    "num_key_value_heads": values(1, 2, 4),
+    "head_dim": values(2, 4, 8),
+    "diff_variant": values(*VARIANTS),
+    "lambda_init": values("exponential", 0.8),
+    "lambda_std_dev": values(0.0, 0.1, 2.0, 5.0),
+    "head_norm": values(False),
+    "head_norm_affine": values(False),
+    "hidden_act": values(*ACT2FN),
+    "max_position_embeddings": values(6, 8),
+    "initializer_range": values(0.02, 1.0),
+    "rms_norm_eps": values(1e-6),
+    "use_cache": HOSTILE,
+    "pad_token_id": values(0, 10, -11),
+    "bos_token_id": values(1),
+    "eos_token_id": values(1, [1, 2]),
+    "tie_word_embeddings": values(True),
+    "rope_parameters": st.builds(
+        operator.or_, st.sampled_from(ROPES), st.dictionaries(st.sampled_from(ROPE_NAMES), NUMBERS, max_size=2)
+    ),
+    "rope_theta": values(100.0),
+    "attention_bias": values(True),
+    "attention_out_bias": values(True),
+    "attention_dropout": values(0.1),
+    "mlp_bias": values(True),
+    "use_qk_norm": values(True),
+    "no_rope_layers": values([0, 1], [1]),
+    "sliding_window": values(2, 8),
+    "layer_types": values(["full_attention", "sliding_attention"], ["full_attention"]),
+    "num_labels": values(1, 3),
+    "id2label": values({0: "a"}, {"0": "a", "1": "b"}),
+    "problem_type": values("regression"),
+    "dtype": values("float32", "bfloat16"),
+    "output_hidden_states": values(True),
+    **dict.fromkeys(configuration_diffllama.UNSUPPORTED, HOSTILE),
+}
+
+
+@settings(max_examples=300, derandomize=True, deadline=timedelta(seconds=60))
+@given(
+    st.lists(st.sampled_from(sorted(FIELDS)), min_size=1, max_size=4, unique=True).flatmap(
+        lambda names: st.fixed_dictionaries({name: FIELDS[name] for name in names})
+    ),
+    st.sampled_from(["eager", "sdpa"]),
+)
+def test_any_configuration_is_refused_by_name_or_decodes_as_its_whole_forward_does(
+    fields: dict[str, Any], implementation: str
+) -> None:
+    small = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 4, "head_dim": 8}
+    given = {"variant" if name == "diff_variant" else name: value for name, value in copy.deepcopy(fields).items()}
+    try:
+        config = tiny_config(**small | given)
+    except StrictDataclassError as error:
+        assert [name for name in fields if name in str(error)], str(error)  # noqa: PT017
+        return
+    assert reread(config) == config
+    DiffLlamaForTokenClassification(copy.deepcopy(config))
+    torch.manual_seed(0)
+    model = DiffLlamaForCausalLM._from_config(config, dtype=torch.float64, attn_implementation=implementation).eval()
+    input_ids = tokens(1, 6, vocab_size=config.vocab_size) if config.vocab_size > 1 else torch.zeros(1, 6).long()
+    with torch.no_grad():
+        whole = model(input_ids).logits
+        start = model(input_ids[:, :4], use_cache=True)
+        steps = [start.logits]
+        for i in (4, 5):
+            step = model(input_ids[:, i : i + 1], past_key_values=start.past_key_values, use_cache=True)
+            steps.append(step.logits)
+    assert torch.isfinite(whole).all()
+    limits = [config.max_position_embeddings, config.rope_parameters.get("original_max_position_embeddings") or 6]
+    if config.rope_parameters["rope_type"] not in ("dynamic", "longrope") or min(limits) >= 6:  # else keys turn anew
+        torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-9, atol=1e-9 * float(whole.abs().max()))
 
 
 @st.composite
