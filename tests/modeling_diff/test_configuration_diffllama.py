@@ -230,7 +230,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         )
         for value in (math.nan, 0.0, None, "x")
     ),
-    ({"rope_theta": "x"}, ("['rope_theta']", "got 'x'", "from")),
+    ({"rope_parameters": None, "rope_theta": "x"}, ("['rope_theta']", "got 'x'", "from")),
     (
         {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
         ("`rope_parameters`", "got {'full_attention'", "same for all layers"),
