@@ -5,6 +5,7 @@
 import copy
 import functools
 import reprlib
+from collections.abc import Mapping
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -140,7 +141,8 @@ class DifferentialLlamaConfig(PreTrainedConfig):
             λ_init, V1 only. `"exponential"` is 0.8 - 0.6·exp(-0.3·l) for layer l = 0, 1, …; a number is used in all
             layers (the paper's ablation).
         lambda_std_dev (`float`, defaults to 0.1):
-            Standard deviation with which the four λ vectors are initialised, V1 only.
+            Standard deviation with which the four λ vectors are initialised, V1 only. Its square is at most 14/√d, so
+            that λ is finite in float32.
         head_norm (`bool`, defaults to `True`):
             Whether heads are normalised, V1 only. `False` is the paper's ablation; it also drops the factor
             (1 - λ_init), which is the scale of that norm.
@@ -259,13 +261,11 @@ class DifferentialLlamaConfig(PreTrainedConfig):
         # Every saved configuration says where its classes are, so that any folder of this model can be a Hub folder.
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__post_init__(**kwargs)
-        absent = ([] if self.use_qk_norm else ["q_norm", "k_norm"]) + (
-            [] if self.diff_variant == "v2" else ["lambda_proj"]
-        )
-        plan = type(self).base_model_tp_plan.items()  # the instance's names what it has; transformers saves neither
-        self.base_model_tp_plan = {name: style for name, style in plan if name.rpartition(".")[2] not in absent}
+        has = {"q_norm": self.use_qk_norm, "k_norm": self.use_qk_norm, "lambda_proj": self.diff_variant == "v2"}
+        plan = type(self).base_model_tp_plan.items()  # the instance's names what it has; neither is saved
+        self.base_model_tp_plan = {name: style for name, style in plan if has.get(name.rpartition(".")[2], True)}
 
-    def _check_inherited_fields(self, given: dict[str, Any]) -> None:
+    def _check_inherited_fields(self, given: Mapping[str, Any]) -> None:
         """Checks fields that transformers makes lists of, converts or obeys."""
         for name, (allowed, reason) in UNSUPPORTED.items():
             if not any(given.get(name, allowed[0]) is value for value in allowed):  # 1 is not True to torch
@@ -348,6 +348,7 @@ class DifferentialLlamaConfig(PreTrainedConfig):
             refuse("head_dim", None, rule)
         for name, bounds in BOUNDS.items():
             check_bounds(name, 1 if name == "num_labels" else getattr(self, name), bounds)
+        assert self.num_key_value_heads is not None  # else refused just now
         if self.num_attention_heads % 2:
             rule = "must be even (two softmax maps for each differential head)"
             refuse("num_attention_heads", self.num_attention_heads, rule)
@@ -367,8 +368,7 @@ class DifferentialLlamaConfig(PreTrainedConfig):
             isinstance(self.lambda_init, float) and 0.0 < self.lambda_init < 1.0
         ):
             refuse("lambda_init", self.lambda_init, "must be 'exponential' or a float in (0, 1)")
-        # λq·λk has a standard deviation of lambda_std_dev² √d: up to 14, six of them stay below 88, where float32's exp
-        # overflows
+        # λq·λk has the standard deviation lambda_std_dev² √d, of which six are to stay below 88, where exp overflows
         check_bounds("lambda_std_dev", self.lambda_std_dev, (0.0, (14 / self.rotary_dim**0.5) ** 0.5))
         if self.hidden_act not in ACT2FN:
             refuse("hidden_act", self.hidden_act, f"must be one of {', '.join(ACT2FN)}")
