@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from diffllama import __version__
 from diffllama.choices import DTYPES, SOURCES, TARGETS
-from diffllama.conversion.checkpoints import NAMES, Checkpoint, fingerprint, open_checkpoint
+from diffllama.conversion.checkpoints import NAMES, Checkpoint
 from diffllama.conversion.output_folder import check_apart, check_free, new_folder
 from diffllama.conversion.recipes import Recipe, find_recipe
 from diffllama.conversion.shards import Progress, write_shards
@@ -117,7 +117,7 @@ def convert(
     check_space(sum(step.result.nbytes for step in steps.values()), dest)
 
     with new_folder(dest, overwrite) as folder:
-        write_shards(folder, steps, checkpoint, max_shard_size, result.stem, progress)
+        fingerprint = write_shards(folder, steps, checkpoint, max_shard_size, result.stem, progress)
         opened.save_companions(folder)
         result.save_config(config, folder)
         if not isinstance(result, UnilmResult):
@@ -131,7 +131,7 @@ def convert(
             "result": {
                 "format": target or DiffLlamaConfig.model_type,
                 "variant": ours.diff_variant,
-                "fingerprint": fingerprint(open_checkpoint(next(folder.glob("*.safetensors")) if part else folder)),
+                "fingerprint": fingerprint,
             },
             "options": {"variant": variant, "pairing": pairing, "dtype": dtype},
             "verification": verification,

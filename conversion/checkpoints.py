@@ -4,15 +4,15 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from diffllama.conversion.pickles import read_pickle
-from diffllama.conversion.tensor_bytes import DTYPES, send, write
+from diffllama.conversion.tensor_bytes import DTYPES, PIECE, data, digest, is_finite, pieces
 from diffllama.conversion.weight_map import CheckpointError, lines
 
 
@@ -27,28 +27,29 @@ class TensorFile(Protocol):
 
     tensors: dict[str, torch.Tensor]
     """Name -> shape and dtype, on the meta device."""
+    path: Path
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor's values."""
 
-    def copy(self, name: str, out: BinaryIO) -> None:
-        """Appends a tensor's bytes to an unbuffered file."""
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """A tensor's values, a piece at a time, see `tensor_bytes.pieces`."""
 
 
 class TensorsInMemory:
-    """A state dict."""
+    """A state dict, read from a file."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.values = tensors
+    def __init__(self, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+        self.values, self.path = tensors, path
         self.tensors = {name: tensor.to("meta") for name, tensor in tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor's values."""
         return self.values[name]
 
-    def copy(self, name: str, out: BinaryIO) -> None:
-        """Appends a tensor's bytes to an unbuffered file."""
-        write(self.values[name], out)
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """A tensor's values, a piece at a time."""
+        return pieces(self.values[name])
 
 
 class SafetensorsFile:
@@ -85,15 +86,17 @@ class SafetensorsFile:
         except SafetensorError as error:
             raise OSError(f"{self.path} has changed while it was read: {error}.") from error
 
-    def copy(self, name: str, out: BinaryIO) -> None:
-        """Appends a tensor's bytes to an unbuffered file."""
-        begin, end = self.ranges[name]
-        with self.path.open("rb", buffering=0) as file:
-            while begin < end:
-                count = send(file, begin, end - begin, out)
-                if count == 0:
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """A tensor's values, a piece at a time."""
+        dtype, rest = self.tensors[name].dtype, self.tensors[name].numel()
+        with self.path.open("rb") as file:
+            file.seek(self.ranges[name][0])
+            while rest:
+                piece = torch.empty(min(rest, PIECE), dtype=dtype)
+                if file.readinto(data(piece)) < piece.nbytes:
                     raise OSError(f"{self.path} has become shorter while it was read.")
-                begin += count
+                rest -= len(piece)
+                yield piece
 
 
 class Checkpoint:
@@ -114,36 +117,50 @@ class Checkpoint:
         self.index_sha256 = index_sha256
 
     @classmethod
-    def of_file(cls, file: TensorFile, path: Path) -> "Checkpoint":
+    def of_file(cls, file: TensorFile) -> "Checkpoint":
         """The tensors of one file."""
-        return cls({name: (file, name) for name in file.tensors}, sha256(file, path))
+        return cls({name: (file, name) for name in file.tensors}, sha256(file))
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor's values."""
         file, inside = self.homes[name]
         return file.read(inside)
 
-    def copy(self, name: str, out: BinaryIO) -> None:
-        """Appends a tensor's bytes to an unbuffered file."""
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """A tensor's values, a piece at a time."""
         file, inside = self.homes[name]
-        file.copy(inside, out)
+        return file.pieces(inside)
 
     def drop(self, name: str) -> None:
         """Leaves a tensor out."""
         del self.tensors[name]
 
 
+def nonfinite_tensors(checkpoint: Checkpoint) -> dict[str, str]:
+    """The tensors of a checkpoint that hold NaN or infinite values: name -> the name of their file.
+
+    Every value is read, a piece of a tensor at a time.
+    """
+    return {
+        name: checkpoint.homes[name][0].path.name
+        for name in checkpoint.tensors
+        if not all(map(is_finite, checkpoint.pieces(name)))
+    }
+
+
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """SHA-256 of the tensors' names, shapes and first values: equal weights have one, trained ones have another."""
-    digest = hashlib.sha256()
-    for name, (file, inside) in sorted(checkpoint.homes.items(), key=lambda item: item[0]):
-        digest.update(f"{name} {list(file.tensors[inside].shape)} ".encode())
-        if isinstance(file, SafetensorsFile):
-            begin, end = file.ranges[inside]
-            with file.path.open("rb") as opened:
-                opened.seek(begin)
-                digest.update(opened.read(min(end - begin, 4096)))
-    return digest.hexdigest()
+    """SHA-256 of the names, shapes and values of all tensors. It is equal for equal values of whatever dtype, but for
+    float64, which has one of its own.
+
+    Every value is read, a piece of a tensor at a time.
+    """
+    tensors = checkpoint.tensors.items()
+    return combine({name: (tensor.shape, digest(checkpoint.pieces(name))[0]) for name, tensor in tensors})
+
+
+def combine(digests: Mapping[str, tuple[torch.Size, str]]) -> str:
+    """The `fingerprint` of tensors whose shapes and digests are known."""
+    return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
 
 
 def open_checkpoint(src: Path) -> Checkpoint:
@@ -172,7 +189,7 @@ def open_checkpoint(src: Path) -> Checkpoint:
         homes |= {name: (file, name) for name in file.tensors}
     if faults:
         raise CheckpointError(lines(f"{src} has weights that cannot be read", faults))
-    return Checkpoint(homes, hashlib.sha256(index.read_bytes()).hexdigest() if index else sha256(file, paths[0]))
+    return Checkpoint(homes, hashlib.sha256(index.read_bytes()).hexdigest() if index else sha256(file))
 
 
 def open_file(path: Path) -> TensorFile:
@@ -186,7 +203,7 @@ def open_file(path: Path) -> TensorFile:
     with path.open("rb") as file:
         if file.read(24) == b"version https://git-lfs.":
             raise ValueError("is a pointer to the file, which git-lfs has not downloaded")
-    return TensorsInMemory(read_pickle(path)) if path.suffix in PICKLES else SafetensorsFile(path)
+    return TensorsInMemory(read_pickle(path), path) if path.suffix in PICKLES else SafetensorsFile(path)
 
 
 def weight_files(folder: Path) -> tuple[list[Path], Path | None]:
@@ -207,11 +224,11 @@ def weight_files(folder: Path) -> tuple[list[Path], Path | None]:
     raise FileNotFoundError(f"{folder} has no weights: no {' or '.join(NAMES)} and no index of shards of these.")
 
 
-def sha256(file: TensorFile, path: Path) -> str:
+def sha256(file: TensorFile) -> str:
     """SHA-256 of a safetensors file's header, or of the whole of another file."""
     digest = hashlib.sha256(file.header if isinstance(file, SafetensorsFile) else b"")
     if not isinstance(file, SafetensorsFile):
-        with path.open("rb") as opened:
+        with file.path.open("rb") as opened:
             while block := opened.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()

@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
+import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from diffllama.conversion.checkpoints import Checkpoint
-from diffllama.conversion.tensor_bytes import file_header, write, write_bytes
-from diffllama.conversion.weight_map import Step
+from diffllama.conversion.checkpoints import Checkpoint, combine, nonfinite_tensors
+from diffllama.conversion.tensor_bytes import digest, file_header, pieces, write_bytes
+from diffllama.conversion.weight_map import CheckpointError, Step, lines
 
 
 Progress = Callable[[int, int], None]
@@ -25,7 +27,7 @@ def write_shards(
     max_shard_size: int | str = "5GB",
     stem: str = "model",
     progress: Progress | None = None,
-) -> None:
+) -> str:
     """Carries out a plan, with one tensor in memory at a time.
 
     Args:
@@ -34,6 +36,12 @@ def write_shards(
         checkpoint: where the steps' inputs come from.
         max_shard_size: bytes, or a text like "5GB"; a larger tensor gets a shard of its own.
         progress: see `Progress`.
+
+    Returns:
+        The `fingerprint` of what was written.
+
+    Raises:
+        CheckpointError: values of the source are NaN or infinite, or a tensor's become so.
     """
     results = {name: step.result for name, step in steps.items()}
     size = re.fullmatch(r"(\d+)([KMGT]B)?", str(max_shard_size))
@@ -44,6 +52,7 @@ def write_shards(
         filename_pattern=f"{stem}{{suffix}}.safetensors",
         max_shard_size=size[0] if size[2] else int(size[1]),
     )
+    digests = {}
     total, done = sum(tensor.nbytes for tensor in results.values()), 0
     for filename, names in split.filename_to_tensors.items():
         # Wide dtypes first, so that every tensor begins at a multiple of its elements' size
@@ -52,13 +61,30 @@ def write_shards(
             write_bytes(memoryview(file_header({name: results[name] for name in names})), out)
             for name in names:
                 step = steps[name]
-                if step.copied:
-                    checkpoint.copy(step.inputs[0], out)
-                else:
-                    write(step.make(*map(checkpoint.read, step.inputs)), out)
+                digests[name] = step.result.shape, write_tensor(name, step, checkpoint, out)
                 done += step.result.nbytes
                 if progress is not None:
                     progress(done, total)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return combine(digests)
+
+
+def write_tensor(name: str, step: Step, checkpoint: Checkpoint, out: BinaryIO) -> str:
+    """Appends a tensor's bytes to an unbuffered file. Returns its `digest`; see `write_shards`."""
+    inputs = step.inputs
+    made = checkpoint.pieces(inputs[0]) if step.copied else pieces(step.make(*map(checkpoint.read, inputs)))
+    digested, finite = digest(made, out)
+    if finite:
+        return digested
+    if bad := nonfinite_tensors(checkpoint):
+        items = [f"{file}: {tensor}" for tensor, file in bad.items()]
+        raise CheckpointError(
+            lines("Weights that are NaN or infinite: the file is damaged or its training failed", items)
+        )
+    dtype = str(step.result.dtype).removeprefix("torch.")
+    raise CheckpointError(
+        f"{name} becomes infinite: {dtype} holds numbers up to {torch.finfo(step.result.dtype).max:.5g}, and what is "
+        f"made of {', '.join(inputs)} is larger. Choose a wider dtype, such as bfloat16."
+    )

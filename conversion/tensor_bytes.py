@@ -7,11 +7,10 @@ here. A file is the header's length (8 bytes, little-endian), the header (JSON: 
 its bytes), and the bytes of the tensors, one after another.
 """
 
-import errno
+import hashlib
 import json
-import os
-import sys
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import torch
@@ -19,6 +18,9 @@ import torch
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """The dtypes that are converted, by their names in safetensors files."""
+
+PIECE = 1 << 18
+"""How many values are in memory at a time of a tensor that is read piece by piece."""
 
 
 def file_header(tensors: Mapping[str, torch.Tensor]) -> bytes:
@@ -34,21 +36,37 @@ def file_header(tensors: Mapping[str, torch.Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def send(file: BinaryIO, begin: int, count: int, out: BinaryIO) -> int:
-    """Appends `count` bytes of a file, or fewer, to an unbuffered file. Returns how many; 0 at the file's end."""
-    if sys.platform == "linux":
-        try:
-            return os.sendfile(out.fileno(), file.fileno(), begin, count)  # within the kernel, as `shutil` does
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOSYS):  # not every file system can
-                raise
-    file.seek(begin)
-    return out.write(file.read(min(count, 1 << 20)))
+def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The values of a tensor, one after another: [m] with m <= `PIECE`; none of a tensor without values."""
+    values = tensor.detach().contiguous().reshape(-1)
+    return (piece for piece in values.split(PIECE) if piece.numel())
 
 
-def write(tensor: torch.Tensor, out: BinaryIO) -> None:
-    """Appends a tensor's bytes to an unbuffered file."""
-    write_bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data, out)
+def is_finite(piece: torch.Tensor) -> bool:
+    """Whether all values of a tensor, which has some, are numbers, neither NaN nor infinite."""
+    return all(math.isfinite(value) for value in piece.aminmax())  # NaN is the least and the largest of all
+
+
+def digest(values: Iterable[torch.Tensor], out: BinaryIO | None = None) -> tuple[str, bool]:
+    """SHA-256 of a tensor's values, whatever dtype stores them, and whether all of them are finite.
+
+    Args:
+        values: the tensor's `pieces`.
+        out: an unbuffered file to which their bytes are appended.
+    """
+    sha256, finite = hashlib.sha256(), True
+    for piece in values:
+        finite = finite and is_finite(piece)
+        wide = torch.promote_types(piece.dtype, torch.float32)  # equal values have one digest in all dtypes but float64
+        sha256.update(data(piece.to(wide)))
+        if out is not None:
+            write_bytes(data(piece), out)
+    return sha256.hexdigest(), finite
+
+
+def data(piece: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor [m], not copied."""
+    return piece.view(torch.uint8).numpy().data
 
 
 def write_bytes(rest: memoryview, out: BinaryIO) -> None:

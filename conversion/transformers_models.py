@@ -242,7 +242,7 @@ class TransformersSource:
         tensors = self.gguf_model.state_dict()
         if self.gguf_model.lm_head.weight is self.gguf_model.model.embed_tokens.weight:
             del tensors["lm_head.weight"]
-        return Checkpoint.of_file(TensorsInMemory(tensors), self.src)
+        return Checkpoint.of_file(TensorsInMemory(tensors, self.src))
 
     def expected(self) -> dict[str, torch.Tensor]:
         """Names and shapes that the tensors must have."""

@@ -21,10 +21,11 @@ only_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc 
 
 
 def randoms(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Random bytes: every float there is, NaNs too."""
+    """Random bytes: every float there is, but for NaN and infinity."""
     count = torch.Size(shape).numel() * dtype.itemsize
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(256, (count,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+    values = torch.randint(256, (count,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+    return values.where(values.isfinite(), 0)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -42,7 +43,7 @@ def values(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def in_memory(tensors: dict[str, torch.Tensor]) -> Checkpoint:
-    file = TensorsInMemory(tensors)
+    file = TensorsInMemory(tensors, Path())
     return Checkpoint({name: (file, name) for name in tensors}, "")
 
 

@@ -32,9 +32,16 @@ from weight_files import (
     values,
 )
 
-from diffllama.conversion.checkpoints import Checkpoint, TensorsInMemory, open_checkpoint
+from diffllama.conversion.checkpoints import (
+    Checkpoint,
+    SafetensorsFile,
+    TensorsInMemory,
+    fingerprint,
+    nonfinite_tensors,
+    open_checkpoint,
+)
 from diffllama.conversion.shards import write_shards
-from diffllama.conversion.tensor_bytes import DTYPES
+from diffllama.conversion.tensor_bytes import DTYPES, PIECE, is_finite
 from diffllama.conversion.weight_map import CheckpointError
 
 
@@ -100,7 +107,7 @@ def test_all_other_tensors_of_a_safetensors_file_are_refused_by_name(tmp_path: P
 @only_linux
 @pytest.mark.parametrize("kind", ["safetensors", "shards", "zip", "legacy", "pickled shards"])
 def test_reading_leaves_the_source_as_it_is_and_nothing_open(kind: str, tmp_path: Path) -> None:
-    source, out = tmp_path / "src", tmp_path / "out"
+    source = tmp_path / "src"
     source.mkdir()
     if "shards" in kind:
         sharded(source, "safetensors" if kind == "shards" else "bin")
@@ -112,9 +119,7 @@ def test_reading_leaves_the_source_as_it_is_and_nothing_open(kind: str, tmp_path
     checkpoint = open_checkpoint(source)
     assert len(os.listdir("/proc/self/fd")) == opened
     tensors = values(checkpoint)
-    with out.open("wb", buffering=0) as file:
-        for name in tensors:
-            checkpoint.copy(name, file)
+    assert all(torch.equal(torch.cat([*checkpoint.pieces(name)]), tensors[name].reshape(-1)) for name in tensors)
     tensors["a"].mul_(2)
     assert len(os.listdir("/proc/self/fd")) == opened
     assert snapshot(source) == before
@@ -293,6 +298,70 @@ def test_a_pickle_has_the_sha256_of_the_file(to_file: Callable[[Path, Any], Path
 
 def test_tensors_of_any_file_have_the_sha256_of_that_file(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF" * 1000)
-    checkpoint = Checkpoint.of_file(TensorsInMemory({"a": A}), tmp_path / "x.gguf")
+    checkpoint = Checkpoint.of_file(TensorsInMemory({"a": A}, tmp_path / "x.gguf"))
     assert checkpoint.index_sha256 == sha256(b"GGUF" * 1000)
     assert all_same(values(checkpoint), {"a": A})
+
+
+# Values
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+def test_a_value_that_is_no_number_is_seen_wherever_it_is(value: float, dtype: torch.dtype) -> None:
+    for size in (1, 7, 100):
+        values = randoms((size,), dtype)
+        assert is_finite(values)
+        for i in range(size):
+            assert not is_finite(values.where(torch.arange(size) != i, value))
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_nonfinite_tensors_are_named_with_their_files(suffix: str, tmp_path: Path) -> None:
+    weights = sharded(tmp_path, suffix)
+    assert nonfinite_tensors(open_checkpoint(tmp_path)) == {}
+    first, second, _ = shards(tmp_path)
+    write = save_file if suffix == "safetensors" else torch.save
+    a, long = weights["a"].clone(), torch.zeros(2, PIECE)
+    a[2, 0], long[1, -1] = torch.nan, -torch.inf
+    write({"a": a, "b": weights["b"]}, first)
+    write({"c": long, "none": torch.ones(0)}, second)
+    assert nonfinite_tensors(open_checkpoint(tmp_path)) == {"a": first.name, "c": second.name}
+
+
+class TestFingerprint:
+    def of(self, weights: dict[str, torch.Tensor], folder: Path) -> str:
+        save_file(weights, folder / SINGLE)
+        return fingerprint(open_checkpoint(folder))
+
+    def test_every_value_counts(self, tmp_path: Path) -> None:
+        weights = {"a": torch.zeros(2 * PIECE + 3), "b": torch.zeros(2, 2)}
+        prints = {self.of(weights, tmp_path)}
+        for name, i in (("a", 0), ("a", PIECE), ("a", -1), ("b", -1)):
+            changed = {key: tensor.clone() for key, tensor in weights.items()}
+            changed[name].view(-1)[i] = 1e-30
+            prints.add(self.of(changed, tmp_path))
+        assert len(prints) == 5
+
+    def test_names_and_shapes_count(self, tmp_path: Path) -> None:
+        a, b = torch.arange(6.0), torch.ones(2)
+        different = ({"a": a, "b": b}, {"b": a, "a": b}, {"a": a}, {"a": a.view(2, 3), "b": b}, {"a": a, "c": b})
+        assert len({self.of(weights, tmp_path) for weights in different}) == 5
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_a_cast_that_changes_no_value_does_not_count(self, dtype: torch.dtype, tmp_path: Path) -> None:
+        narrow = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+        assert self.of({"a": narrow}, tmp_path) == self.of({"a": narrow.float()}, tmp_path)
+        wide = narrow.float() * (1 + 1e-6)
+        assert self.of({"a": wide.to(dtype)}, tmp_path) != self.of({"a": wide}, tmp_path)
+
+    def test_files_do_not_count(self, tmp_path: Path) -> None:
+        weights = sharded(tmp_path)
+        in_shards = fingerprint(open_checkpoint(tmp_path))
+        torch.save(weights, tmp_path / "x.bin")
+        assert fingerprint(open_checkpoint(tmp_path / "x.bin")) == in_shards == self.of(weights, tmp_path)
+
+    def test_no_tensor_is_in_memory_as_a_whole(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(SafetensorsFile, "read", lambda *_: pytest.fail("a whole tensor was read"))
+        self.of({"a": torch.zeros(3 * PIECE)}, tmp_path)
+        assert [len(piece) for piece in open_checkpoint(tmp_path).pieces("a")] == [PIECE] * 3

@@ -18,6 +18,7 @@ from llamas import (
     CHAT_TEMPLATE,
     REFUSALS,
     SIZES,
+    Q,
     Refusal,
     add_tokenizer,
     edit_config,
@@ -208,6 +209,33 @@ def test_a_result_that_computes_something_else_is_not_kept(
         convert(source, tmp_path / "dest")
     assert snapshot(tmp_path) == before
     assert convert(source, tmp_path / "dest", verify=False).is_dir()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("name", [Q, "model.norm.weight"], ids=["changed", "copied"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_source_with_nonfinite_weights_is_refused_by_tensor_and_file(
+    verify: bool, name: str, value: float, source: Path, tmp_path: Path
+) -> None:
+    edit_weights(source, lambda weights: weights[name].view(-1)[-1:].fill_(value))
+    before = snapshot(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"NaN or infinite: .*\n  model\.safetensors: {name}$"):
+        convert(source, tmp_path / "dest", verify=verify)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(("value", "fault"), [(40_000.0, "o_proj"), (1e6, "q_proj")])
+def test_a_cast_that_overflows_is_refused_by_tensor(
+    value: float, fault: str, verify: bool, source: Path, tmp_path: Path
+) -> None:
+    name = f"{ONE.format(i=1)}{fault}.weight"
+    edit_weights(source, lambda weights: weights[name].view(-1)[-1:].fill_(value))
+    before = snapshot(tmp_path)
+    with pytest.raises(CheckpointError, match=f"{name} becomes infinite: float16 holds .* such as bfloat16"):
+        convert(source, tmp_path / "dest", dtype="float16", verify=verify)
+    assert snapshot(tmp_path) == before
+    assert convert(source, tmp_path / "dest", dtype="bfloat16", verify=False).is_dir()
 
 
 def test_a_tokenizer_that_encodes_otherwise_in_the_result_is_found(
@@ -491,12 +519,12 @@ import signal, sys, time
 from diffllama.cli import main
 from diffllama.conversion import shards
 
-def write(tensor, out, write=shards.write):
-    write(tensor, out)
+def write(*args, write=shards.write_tensor):
+    digest = write(*args)
     print("writing", flush=True)
     time.sleep(60)
 
-shards.write = write
+shards.write_tensor = write
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started with it ignored
 sys.argv = ["diffllama", "convert", "src", "dest", "--from", "llama"]
 main()

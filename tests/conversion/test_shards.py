@@ -26,10 +26,16 @@ from weight_files import (
     values,
 )
 
-from diffllama.conversion.checkpoints import Checkpoint, SafetensorsFile, TensorsInMemory, open_checkpoint
+from diffllama.conversion.checkpoints import (
+    Checkpoint,
+    SafetensorsFile,
+    TensorsInMemory,
+    fingerprint,
+    open_checkpoint,
+)
 from diffllama.conversion.shards import write_shards
 from diffllama.conversion.tensor_bytes import DTYPES
-from diffllama.conversion.weight_map import Rule, Step, plan
+from diffllama.conversion.weight_map import CheckpointError, Rule, Step, plan
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -52,7 +58,8 @@ def test_what_is_written_is_read_bit_for_bit(
         for root, source in zip(roots, (lambda: in_memory(weights), lambda: open_checkpoint(roots[0])), strict=True):
             root.mkdir()
             checkpoint = source()
-            write_shards(root, as_they_are(checkpoint, copied=root.name == "copied"), checkpoint, max_shard_size)
+            written = write_shards(root, as_they_are(checkpoint, root.name == "copied"), checkpoint, max_shard_size)
+            assert written == fingerprint(open_checkpoint(root))
             assert all_same(read_shards(root), weights)
             assert all_same(values(open_checkpoint(root)), weights)
             for file in root.glob("*.safetensors"):
@@ -156,7 +163,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
         def read(self, name: str) -> torch.Tensor:
             return born(super().read(name).clone())
 
-    file = Source({f"{i}": torch.ones(5, 3) for i in range(10)})
+    file = Source({f"{i}": torch.ones(5, 3) for i in range(10)}, Path())
     checkpoint = Checkpoint({name: (file, name) for name in file.tensors}, "")
     steps = {
         name: Step((name,), lambda tensor: born(tensor.T), torch.empty(3, 5, device="meta"))
@@ -169,3 +176,31 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
         gc.enable()
     assert most == [1, 2] * 10  # what is read, and what is made of it
     assert len(read_shards(tmp_path)) == 10
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_nonfinite_weights_are_not_written_and_all_of_them_are_named(copied: bool, tmp_path: Path) -> None:
+    weights = {name: torch.ones(2, 3) for name in "abc"}
+    weights["a"][1, 2], weights["c"][0, 0] = torch.nan, torch.inf
+    torch.save(weights, tmp_path / "x.bin")
+    checkpoint = open_checkpoint(tmp_path / "x.bin")
+    with pytest.raises(CheckpointError, match=r"NaN or infinite: .*\n  x\.bin: a\n  x\.bin: c$"):
+        write_shards(tmp_path, as_they_are(checkpoint, copied), checkpoint)
+
+
+def test_a_tensor_that_overflows_is_named_with_its_source(tmp_path: Path) -> None:
+    checkpoint = in_memory({"a": torch.tensor([40_000.0])})
+    rule = Rule("b", (lambda tensor, config: tensor * 2,))
+    for dtype in (torch.bfloat16, torch.float32):
+        write_shards(tmp_path, plan(checkpoint.tensors, {"a": rule}, tiny_config(), dtype), checkpoint)
+        assert load_file(tmp_path / SINGLE)["b"].item() == pytest.approx(80_000, rel=1e-2)
+    message = r"^b becomes infinite: float16 holds numbers up to 65504, and .* a is larger\. .* such as bfloat16"
+    with pytest.raises(CheckpointError, match=message):
+        write_shards(tmp_path, plan(checkpoint.tensors, {"a": rule}, tiny_config(), torch.float16), checkpoint)
+
+
+def test_a_wider_dtype_is_no_overflow(tmp_path: Path) -> None:
+    checkpoint = in_memory({"a": torch.tensor([40_000.0]).half()})
+    rule = Rule("b", (lambda tensor, config: tensor * 2,))
+    write_shards(tmp_path, plan(checkpoint.tensors, {"a": rule}, tiny_config(), torch.bfloat16), checkpoint)
+    assert load_file(tmp_path / SINGLE)["b"].item() == torch.tensor(80_000.0).bfloat16().item()

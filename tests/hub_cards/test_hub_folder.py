@@ -246,11 +246,26 @@ def test_a_conversion_that_was_trained_is_no_conversion_anymore(tmp_path: Path) 
     assert "bit-equal" in (export(folder, tmp_path / "before") / "README.md").read_text()
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
-        model.model.norm.weight *= 1.01
+        model.model.embed_tokens.weight[-1, -1] *= 1.01
     model.save_pretrained(folder)
     text = (export(folder, tmp_path / "after") / "README.md").read_text()
     assert "bit-equal" not in text
     assert "not trained further" not in text
+
+
+def test_a_conversion_that_was_cast_without_a_change_of_values_is_a_conversion_still(tmp_path: Path) -> None:
+    folder = convert(llama(tmp_path / "llama"), tmp_path / "ours", source="llama", dtype="bfloat16")
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
+    assert "Converted, not trained further" in (export(folder, tmp_path / "dest") / "README.md").read_text()
+
+
+def test_weights_that_are_no_numbers_are_not_exported(source: Path, tmp_path: Path) -> None:
+    weights = load_file(source / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"\n  model\.safetensors: model\.norm\.weight$"):
+        export(source, tmp_path / "dest")
+    assert not (tmp_path / "dest").exists()
 
 
 def test_what_was_written_into_a_folder_that_is_replaced_stays(source: Path, tmp_path: Path) -> None:
