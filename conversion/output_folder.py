@@ -2,12 +2,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Output folders that appear complete or not at all."""
 
+import glob
+import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from diffllama.conversion.transformers_models import COMPANIONS
+
+
+LOCK = "diffllama.lock"
+REPOSITORIES = (".git", ".hg", ".svn", ".jj", ".bzr")
+MODEL_FILES = (
+    *("config.json", "conversion.json", "training.json", "evaluation.json", "README.md", "*.py", ".gitattributes"),
+    *("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json"),
+    *COMPANIONS,
+)
+"""What a model folder is made of."""
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -15,7 +33,8 @@ def new_folder(dest: Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder beside `dest` that becomes `dest` when the block ends without an exception.
 
     If the block fails, is interrupted, or `dest` cannot be replaced, the temporary folder is removed and what stood at
-    `dest` before stands there still.
+    `dest` before stands there still. A link to a folder stays, and the folder is replaced. First, what processes that
+    were killed have left is removed, and what one of them had moved away from `dest` is put back.
 
     Args:
         dest: the folder to make; its parents are made too.
@@ -24,30 +43,87 @@ def new_folder(dest: Path, overwrite: bool = False) -> Iterator[Path]:
     Raises:
         FileExistsError: `dest` is no folder, or one that is not empty and may not be replaced.
     """
-    dest = Path(os.path.abspath(dest))
     check_free(dest, overwrite)
+    dest = Path(os.path.realpath(dest))
     dest.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{dest.name[:40]}.", dir=dest.parent))
-    try:
-        new = work / "new"
+    remove_leftovers(dest)
+    check_free(dest, overwrite)
+    if others := other_files(dest):
+        logger.warning("%s is replaced. These files of it are not a model's, and are lost: %s", dest, listed(others))
+    with work_folder(dest) as work:
+        new, old = work / "new", work / "old"
         new.mkdir()  # mkdtemp's own folder is closed to others; this one has the usual permissions
-        yield new
-        check_free(dest, overwrite)
-        if dest.exists():
-            dest.rename(work / "old")
-        new.rename(dest)
-    except BaseException:
-        if (work / "old").exists() and not dest.exists():
-            (work / "old").rename(dest)
-        raise
+        try:
+            yield new
+            check_free(dest, overwrite)
+            if dest.exists():
+                dest.rename(old)
+            new.rename(dest)
+        except BaseException:
+            if old.exists() and not dest.exists():
+                old.rename(dest)
+            raise
+
+
+@contextmanager
+def work_folder(dest: Path) -> Iterator[Path]:
+    """A hidden folder beside `dest`, removed at the end. A lock in it says that a living process owns it."""
+    work = Path(tempfile.mkdtemp(prefix=work_prefix(dest), dir=dest.parent))
+    lock = FileLock(work / LOCK)
+    with suppress(OSError, NotImplementedError):  # a file system without locks: nobody else will get this one either
+        lock.acquire()
+    try:
+        yield work
     finally:
         if dest.exists() or not (work / "old").exists():  # what stood at `dest` is never removed with nothing there
-            shutil.rmtree(work, ignore_errors=True)
+            remove(work)
+        lock.release()
+
+
+def work_prefix(dest: Path) -> str:
+    """How names of hidden folders for `dest` begin; they end in 8 characters of `tempfile`'s."""
+    return f".{dest.name[:40]}.{zlib.crc32(os.fsencode(dest.name)):08x}."  # long names may begin alike
+
+
+def remove(work: Path) -> None:
+    """Removes a hidden folder, its lock last: a process that is killed meanwhile leaves one that can be told."""
+    for path in work.glob("*"):
+        if path.name != LOCK:
+            shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(work, ignore_errors=True)
+
+
+def remove_leftovers(dest: Path) -> None:
+    """Removes the hidden folders that killed processes have left, see `new_folder`.
+
+    A process that was killed between the two renames has left what was at `dest` in `old`, and its own in `new`.
+    """
+    for work in dest.parent.glob(f"{glob.escape(work_prefix(dest))}{'[a-z0-9_]' * 8}"):
+        old, new = work / "old", work / "new"
+        if not (work / LOCK).is_file() or not (old.exists() or new.exists()):
+            continue  # not ours, or not locked yet
+        with suppress(Timeout, OSError, NotImplementedError), FileLock(work / LOCK, blocking=False):
+            if old.exists() and new.exists() and not dest.exists():
+                old.rename(dest)
+                logger.warning("%s is put back: a process was killed while it replaced it.", dest)
+            remove(work)
+
+
+def other_files(folder: Path) -> list[str]:
+    """The files of a folder that are not those of a model."""
+    known = {path for pattern in MODEL_FILES for path in folder.glob(pattern)}
+    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(path.relative_to(folder).as_posix() for path in files if path not in known)
+
+
+def listed(names: Sequence[str], most: int = 20) -> str:
+    """Names with commas between them, and how many more there are."""
+    return ", ".join(names[:most]) + f" and {len(names) - most:,} more" * (len(names) > most)
 
 
 def check_apart(src: Path, dest: Path) -> None:
     """Raises `FileExistsError` if one of two places is the other or lies in it."""
-    real_src, real_dest = src.resolve(), dest.resolve()  # links may hide that one is in the other
+    real_src, real_dest = (Path(os.path.realpath(path)) for path in (src, dest))  # links may hide it
     if real_dest == real_src or real_dest in real_src.parents or real_src in real_dest.parents:
         raise FileExistsError(f"{dest} and {src} overlap. Name a folder outside of the source.")
 
@@ -59,12 +135,19 @@ def check_free(dest: Path, overwrite: bool) -> None:
         raise FileExistsError(f"{existing} is not a folder. Name another place for {dest.name}.")
     if existing != dest:
         return
+    dest = Path(os.path.realpath(dest))
     if dest == Path.cwd() or dest.is_mount():
         what = "the current folder" if dest == Path.cwd() else "a mount point"
         raise FileExistsError(f"{dest} is {what}, which cannot be replaced. Name a folder inside it.")
     if not any(dest.iterdir()):
         return
+    if repository := next((path for path in sorted(dest.rglob(".*")) if path.name in REPOSITORIES), None):
+        raise FileExistsError(f"{dest} has a repository in it ({repository}). Name another folder, or move it away.")
     if not overwrite:
-        raise FileExistsError(f"{dest} exists and is not empty. Name another folder or overwrite it with --overwrite.")
+        others = other_files(dest)
+        more = f" These files of it are not a model's, and would be lost: {listed(others)}." * bool(others)
+        raise FileExistsError(
+            f"{dest} exists and is not empty. Name another folder or overwrite it with --overwrite.{more}"
+        )
     if not (dest / "config.json").is_file():
         raise FileExistsError(f"{dest} has no config.json, so it is no model folder and is not overwritten.")

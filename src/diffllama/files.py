@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files and folders, here and on the Hub."""
 
+import glob
 import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from huggingface_hub import is_offline_mode, snapshot_download
+import huggingface_hub  # what is used of it is imported when it is used, which takes a second
+import psutil
 
 
 def locate(src: str | os.PathLike[str], revision: str | None, patterns: Iterable[str]) -> Path:
@@ -29,8 +31,11 @@ def locate(src: str | os.PathLike[str], revision: str | None, patterns: Iterable
         return path
     try:
         return Path(
-            snapshot_download(
-                name, revision=revision, allow_patterns=list(patterns), local_files_only=is_offline_mode()
+            huggingface_hub.snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=list(patterns),
+                local_files_only=huggingface_hub.is_offline_mode(),
             )
         )
     except Exception as error:  # of the network, the cache, the name: to the user they are one
@@ -42,7 +47,11 @@ def locate(src: str | os.PathLike[str], revision: str | None, patterns: Iterable
 def replace_file(path: Path, content: str | bytes) -> None:
     """Writes a file that is complete or as it was, and keeps its mode. A new one's folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{os.getpid()}")
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # by processes that were killed
+        pid = re.fullmatch(r"\d{1,9}", left.name.split(".")[-2])
+        if pid and not psutil.pid_exists(int(pid[0])):
+            left.unlink(missing_ok=True)
+    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         new.write_bytes(content.encode() if isinstance(content, str) else content)
         if path.exists():

@@ -262,7 +262,7 @@ def test_a_repository_of_the_hub_is_found_in_the_cache_by_name_and_revision(
     (repository / "refs" / "main").write_text(commit)
     source.rename(repository / "snapshots" / commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("diffllama.files.snapshot_download", partial(snapshot_download, cache_dir=tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", partial(snapshot_download, cache_dir=tmp_path / "hub"))
     for revision in (None, commit):
         folder = convert("some/llama", tmp_path / f"dest-{revision}", revision=revision)
         record = json.loads((folder / "conversion.json").read_text())["source"]

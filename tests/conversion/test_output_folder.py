@@ -1,10 +1,15 @@
+import errno
 import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from llamas import snapshot
 
-from diffllama.conversion.output_folder import check_free, new_folder
+from diffllama.conversion import output_folder
+from diffllama.conversion.output_folder import check_free, new_folder, remove_leftovers
 
 
 @pytest.fixture
@@ -116,12 +121,14 @@ def test_a_relative_name_means_a_folder_of_where_the_block_began(
     assert snapshot(tmp_path) == {"elsewhere": None, "dest": None}
 
 
-def test_a_link_is_replaced_and_not_what_it_points_to(dest: Path) -> None:
-    link = dest.with_name("link")
-    link.symlink_to(dest)
-    with new_folder(link, overwrite=True) as folder:
+def test_a_link_to_a_folder_stays_and_the_folder_is_replaced(dest: Path) -> None:
+    (dest.parent / "disk").mkdir()
+    moved = dest.rename(dest.parent / "disk" / "model")
+    dest.symlink_to(moved)
+    with new_folder(dest, overwrite=True) as folder:
+        assert moved.parent in folder.parents
         (folder / "new").write_text("new")
-    assert snapshot(dest.parent) == {"dest": None, "dest/config.json": b"old", "link": None, "link/new": b"new"}
+    assert snapshot(dest.parent) == {"disk": None, "disk/model": None, "disk/model/new": b"new", "dest": str(moved)}
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -151,9 +158,11 @@ def test_a_folder_that_is_no_model_is_never_replaced(dest: Path) -> None:
 def test_a_place_under_a_file_or_behind_a_dangling_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
-    for dest, culprit in ((tmp_path / "file" / "a" / "dest", "file"), (tmp_path / "link", "link")):
-        with pytest.raises(FileExistsError, match=f"{culprit} is not a folder"):
-            check_free(dest, True)
+    (tmp_path / "loop").symlink_to("loop")
+    for name, culprit in (("file/a/dest", "file"), ("link", "link"), ("link/dest", "link"), ("loop", "loop")):
+        for check in (check_free, lambda *given: new_folder(*given).__enter__()):
+            with pytest.raises(FileExistsError, match=f"{culprit} is not a folder"):
+                check(tmp_path / name, True)
 
 
 def test_a_missing_folder_is_free(tmp_path: Path) -> None:
@@ -185,3 +194,166 @@ def test_the_current_folder_and_a_mount_point_are_not_replaced(tmp_path: Path, m
         check_free(Path.cwd(), True)
     with pytest.raises(FileExistsError, match="is a mount point"):
         check_free(Path("/"), True)
+
+
+@pytest.mark.parametrize("name", [".git", ".hg", ".svn", "sub/.git", ".git as a file"])
+def test_a_folder_with_a_repository_is_never_replaced(name: str, dest: Path) -> None:
+    name, _, as_file = name.partition(" ")
+    (dest / name).parent.mkdir(exist_ok=True)
+    (dest / name).touch() if as_file else (dest / name).mkdir()
+    before = snapshot(dest)
+    for check in (check_free, lambda *given: new_folder(*given).__enter__()):
+        with pytest.raises(FileExistsError, match=rf"dest has a repository in it \(.*{name}\)"):
+            check(dest, True)
+    assert snapshot(dest) == before
+
+
+def test_what_is_not_a_models_is_listed_before_and_when_it_is_lost(
+    dest: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("model.safetensors", "tokenizer.json", "modeling_diffllama.py", "optimizer.pt", "notes/thesis.tex"):
+        (dest / name).parent.mkdir(exist_ok=True)
+        (dest / name).touch()
+    (dest / "loop").symlink_to("loop")
+    lost = "loop, notes/thesis.tex, optimizer.pt"
+    with pytest.raises(FileExistsError, match=rf"--overwrite\. These files of it are not a model's.* lost: {lost}\.$"):
+        check_free(dest, False)
+    assert caplog.text == ""
+    with new_folder(dest, overwrite=True):
+        pass
+    assert f"dest is replaced. These files of it are not a model's, and are lost: {lost}" in caplog.text
+
+
+# Processes that were killed
+
+OLD, NEW = {"config.json": b"old"}, {"config.json": b"new"}
+
+
+def in_a_process(task: Callable[[], Any]) -> int:
+    """Runs something in a copy of this process. Returns how that ended, as `os.waitpid` says."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            task()
+        finally:
+            os._exit(1)
+    return os.waitpid(pid, 0)[1]
+
+
+def replace_and_be_killed(dest: Path, moment: str) -> None:
+    """Leaves what a process leaves that is killed in the block, or before or after one of the two renames."""
+
+    def task() -> None:
+        rename = Path.rename
+
+        def killing(path: Path, target: Path) -> None:
+            what = "the old one" if target.name == "old" else "the new one"
+            if moment == f"after {what} is moved":
+                rename(path, target)
+            elif moment != f"before {what} is moved":
+                rename(path, target)
+                return
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        Path.rename = killing  # type: ignore[assignment, method-assign]
+        with new_folder(dest, overwrite=True) as folder:
+            (folder / "config.json").write_text("new")
+            if moment == "in the block":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_a_process(task) == signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("moment", "stands"),
+    [
+        ("in the block", OLD),
+        ("before the old one is moved", OLD),
+        ("after the old one is moved", OLD),
+        ("before the new one is moved", OLD),
+        ("after the new one is moved", NEW),
+    ],
+)
+def test_the_next_run_removes_what_a_killed_one_left_and_loses_nothing(
+    moment: str, stands: dict[str, bytes], dest: Path
+) -> None:
+    replace_and_be_killed(dest, moment)
+    (left,) = dest.parent.glob(".dest.*")
+    assert left.is_dir()
+    with pytest.raises(FileExistsError, match="not empty"), new_folder(dest):
+        pass
+    remove_leftovers(dest)
+    assert snapshot(dest) == stands
+    assert list(dest.parent.iterdir()) == [dest]
+
+
+def test_what_was_being_replaced_is_replaced_by_the_next_run(dest: Path) -> None:
+    for _ in range(2):
+        replace_and_be_killed(dest, "after the old one is moved")
+    with new_folder(dest, overwrite=True) as folder:
+        assert snapshot(dest) == OLD
+        (folder / "config.json").write_text("new")
+    assert snapshot(dest) == NEW
+    assert list(dest.parent.iterdir()) == [dest]
+
+
+def test_an_old_folder_comes_back_only_where_nothing_stands(dest: Path) -> None:
+    replace_and_be_killed(dest, "after the old one is moved")
+    dest.mkdir()
+    (dest / "config.json").write_text("another process was faster")
+    remove_leftovers(dest)
+    assert snapshot(dest) == {"config.json": b"another process was faster"}
+    assert list(dest.parent.iterdir()) == [dest]
+
+
+def test_a_run_that_ends_in_the_middle_of_removing_leaves_what_the_next_one_removes(
+    dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path, **_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def task() -> None:
+        monkeypatch.setattr(output_folder.shutil, "rmtree", killed)
+        with new_folder(dest, overwrite=True):
+            pass
+
+    assert in_a_process(task) == signal.SIGKILL
+    assert len(list(dest.parent.glob(".dest.*"))) == 1
+    remove_leftovers(dest)
+    assert list(dest.parent.iterdir()) == [dest]
+
+
+def test_the_folder_of_a_living_process_is_left_alone(dest: Path) -> None:
+    with new_folder(dest, overwrite=True) as folder:
+        (folder / "config.json").write_text("new")
+        remove_leftovers(dest)
+        in_a_process(lambda: remove_leftovers(dest))
+        assert snapshot(folder) == NEW
+    assert snapshot(dest) == NEW
+
+
+def test_hidden_folders_of_others_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / ".dest.12345678" / "new").mkdir(parents=True)
+    for name in ("dest.more", "x" * 60, "x" * 61):
+        replace_and_be_killed(tmp_path / name, "in the block")
+    before = snapshot(tmp_path)
+    for name in ("dest", "x" * 59, "x" * 62):
+        remove_leftovers(tmp_path / name)
+    assert snapshot(tmp_path) == before
+    remove_leftovers(tmp_path / ("x" * 60))
+    assert len(before) - len(snapshot(tmp_path)) == 4
+
+
+def test_a_file_system_without_locks_is_written_to_and_never_tidied(
+    dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_and_be_killed(dest, "in the block")
+    before = snapshot(dest.parent)
+
+    def refuse(self: Any, *_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(output_folder.FileLock, "acquire", refuse)
+    with new_folder(dest, overwrite=True) as folder:
+        (folder / "config.json").write_text("new")
+    assert snapshot(dest.parent) == before | {"dest/config.json": b"new"}

@@ -141,7 +141,7 @@ class TestModelSource:
             asked.append((name, options["revision"]))
             return str(snapshot)
 
-        monkeypatch.setattr("diffllama.files.snapshot_download", download)
+        monkeypatch.setattr("huggingface_hub.snapshot_download", download)
         facts = ModelSource(name="me/model", revision="v1").facts()
         assert (facts["name"], facts["commit"]) == ("me/model", "0123abc")
         assert set(asked) == {("me/model", "v1")}

@@ -20,7 +20,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
             raise OSError("no such repository")
         return "/hub/snapshot"
 
-    monkeypatch.setattr("diffllama.files.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     return calls
 
 
@@ -75,3 +75,18 @@ def test_a_file_that_cannot_be_replaced_is_as_it_was(tmp_path: Path, monkeypatch
     with pytest.raises(OSError, match="the disk is full"):
         replace_file(file, "2")
     assert {one.name: one.read_text() for one in tmp_path.iterdir()} == {"file": "1"}
+
+
+def test_what_a_killed_process_left_of_a_file_is_removed(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    left, others = (
+        tmp_path / f".file.{child}.tmp",
+        [tmp_path / f".file.{os.getppid()}.tmp", tmp_path / ".file.mine.tmp"],
+    )
+    for path in (left, *others):
+        path.touch()
+    replace_file(tmp_path / "file", "new")
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "file", *others])
