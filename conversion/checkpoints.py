@@ -216,7 +216,7 @@ def weight_files(folder: Path) -> tuple[list[Path], Path | None]:
             try:
                 shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
                 inside = [folder / shard for shard in shards if Path(shard).name == shard]
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise CheckpointError(f"{index} is no index of shards: {error!r}.") from error
             if not inside or len(inside) != len(shards):
                 raise CheckpointError(f"{index} must name files of its own folder, got {shards}.")

@@ -3,10 +3,9 @@
 """Checkpoints that transformers loads, as sources and as results of a conversion: stock models and our own."""
 
 import copy
-import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +15,11 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
 
-from diffllama.conversion.checkpoints import Checkpoint, TensorsInMemory, open_checkpoint
+from diffllama.conversion.checkpoints import NAMES, Checkpoint, TensorsInMemory, open_checkpoint
 from diffllama.conversion.verification import Outputs, VerificationError, model_outputs
 from diffllama.conversion.weight_map import CheckpointError, lines
 from diffllama.hub_cards.code import AUTO_CLASSES, current_name, is_code_licence, write_code
-from diffllama.hub_cards.texts import write_json
+from diffllama.hub_cards.texts import read_json, write_json
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
 
@@ -50,6 +49,15 @@ COMPANIONS = (
 copied as they are."""
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
+LIMITS = {"num_hidden_layers": 10_000, "num_labels": 1_000_000} | dict.fromkeys(
+    (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+        "max_position_embeddings",
+    ),
+    1 << 30,
+)
+"""The largest sizes of a configuration: no model has larger ones, and transformers would make lists of their length."""
+
 SAMPLE_TEXT = "  Differential attention cancels noise, 4173 times: naïve façade, 北京 🙂\n\tdef f(x): return x  # ok"
 
 
@@ -73,7 +81,7 @@ def expected_tensors(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
 
 def leads_out(file: Path, folder: Path) -> bool:
     """Whether a file of a folder is a link to outside of it. In the Hub's cache, files are links to its blobs."""
-    folder, target = folder.resolve(), file.resolve()
+    folder, target = (Path(os.path.realpath(path)) for path in (folder, file))  # `resolve` fails at a loop of links
     blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
     return not (target.is_relative_to(folder) or target.is_relative_to(blobs))
 
@@ -82,13 +90,15 @@ def copy_companions(src: Path, folder: Path) -> None:
     """Copies the files of a folder `src` that `COMPANIONS` names, but for the licence of our code.
 
     Raises:
-        ValueError: one of them is a link out of the folder.
+        ValueError: one of them is a link out of the folder, or is called .json and is no JSON object.
     """
     for pattern in COMPANIONS:
         for file in src.glob(pattern):
             if leads_out(file, src):
                 raise ValueError(f"{file} is a link out of its folder, to {os.path.realpath(file)}. Put a file there.")
             if file.is_file() and not is_code_licence(file):
+                if file.suffix == ".json":
+                    read_json(file)
                 (folder / file.relative_to(src).parent).mkdir(exist_ok=True)
                 shutil.copyfile(file, folder / file.relative_to(src))
 
@@ -98,14 +108,16 @@ def has_chat_template(folder: Path) -> bool:
     files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
     settings = folder / "tokenizer_config.json"
     return any((folder / name).exists() for name in files) or bool(
-        settings.is_file() and json.loads(settings.read_bytes()).get("chat_template")
+        settings.is_file() and read_json(settings).get("chat_template")
     )
 
 
 def load(location: dict[str, Any], dtype: torch.dtype, implementation: str) -> PreTrainedModel:
     """Loads a model to be compared with another one. Raises `CheckpointError` if transformers misses tensors."""
+    config = AutoConfig.from_pretrained(**location)
+    config._attn_implementation = implementation  # an argument would not replace what config.json says
     model, report = AutoModelForCausalLM.from_pretrained(
-        **location, dtype=dtype, attn_implementation=implementation, output_loading_info=True
+        **location, config=config, dtype=dtype, output_loading_info=True
     )
     if report["missing_keys"]:
         raise CheckpointError(
@@ -133,6 +145,12 @@ def gguf_text(reader: "GGUFReader", key: str) -> str | None:
     return bytes(field.parts[field.data[0]]).decode() if field else None
 
 
+def gguf_number(reader: "GGUFReader", key: str) -> int | None:
+    """A whole number of the model in the metadata of a GGUF file."""
+    field = reader.fields.get(f"{gguf_text(reader, 'general.architecture')}.{key}")
+    return int(field.parts[field.data[0]][0]) if field else None
+
+
 def complete_gguf_config(config: PreTrainedConfig, reader: "GGUFReader", src: Path) -> None:
     """Adds to the configuration that transformers reads from a GGUF file what it leaves out.
 
@@ -141,25 +159,21 @@ def complete_gguf_config(config: PreTrainedConfig, reader: "GGUFReader", src: Pa
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
+    check_layers(config.num_hidden_layers, len(reader.tensors))
     arch = gguf_text(reader, "general.architecture")
-
-    def number(key: str) -> int | None:
-        field = reader.fields.get(f"{arch}.{key}")
-        return int(field.parts[field.data[0]][0]) if field else None
-
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if (key_width := number("attention.key_length") or width) != width:
+    if (key_width := gguf_number(reader, "attention.key_length") or width) != width:
         config.head_dim = width = key_width
 
     faults = []
-    if window := number("attention.sliding_window"):  # 0: none
+    if window := gguf_number(reader, "attention.sliding_window"):  # 0: none
         if config.model_type == "phi3":
             config.sliding_window = window
         else:
             faults.append(f"{arch}.attention.sliding_window {window}")
     if (scaling := gguf_text(reader, f"{arch}.rope.scaling.type")) not in (None, "none"):
         faults.append(f"{arch}.rope.scaling.type {scaling!r}")
-    if (rotated := number("rope.dimension_count") or width) != width:
+    if (rotated := gguf_number(reader, "rope.dimension_count") or width) != width:
         faults.append(f"{arch}.rope.dimension_count {rotated} of {width}")
     archs = {name: member for member, name in MODEL_ARCH_NAMES.items()}
     names = get_tensor_name_map(archs[arch], config.num_hidden_layers)
@@ -168,6 +182,30 @@ def complete_gguf_config(config: PreTrainedConfig, reader: "GGUFReader", src: Pa
     if faults:
         what = f"transformers does not read these parts of {src}; convert the original weights instead"
         raise CheckpointError(lines(what, faults))
+
+
+def check_sizes(fields: Mapping[str, Any], file: Path) -> None:
+    """Raises `ValueError` for a size that is no whole number, or larger than any model's."""
+    for field, limit in LIMITS.items():
+        value = fields.get(field)
+        if value is not None and not (type(value) is int and 0 < value <= limit):
+            raise ValueError(f"`{field}` in {file} must be a whole number from 1 to {limit:,}, got {repr(value)[:40]}.")
+
+
+def check_layers(layers: int, tensors: int) -> None:
+    """Raises `CheckpointError` if there are more layers than tensors, before a model of that many layers is made."""
+    if layers > tensors:
+        raise CheckpointError(f"`num_hidden_layers` is {layers:,}, and the number of tensors only {tensors:,}.")
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raises `ValueError` for a folder with an adapter, for which peft would load its base model and run its code."""
+    if os.path.lexists(folder / "adapter_config.json"):
+        what = "an adapter beside its model" if (folder / "config.json").is_file() else "an adapter and no model"
+        raise ValueError(
+            f"{folder} has {what} (adapter_config.json). Load it with peft, call merge_and_unload() and save what that "
+            "returns."
+        )
 
 
 class TransformersSource:
@@ -179,16 +217,17 @@ class TransformersSource:
 
     Raises:
         FileNotFoundError: there is no such folder or file, or no config.json in the folder.
-        ValueError: `src` is another kind of file.
+        ValueError: `src` is another kind of file, or there is an adapter in the folder.
         ImportError: it is a GGUF file and the packages of the extra `gguf` are not installed.
     """
 
     def __init__(self, src: Path, model_types: Sequence[str]) -> None:
         if not src.exists():
             raise FileNotFoundError(f"{src} does not exist. Name a folder with config.json and weights or a GGUF file.")
+        refuse_adapter(src if src.is_dir() else src.parent)
         if src.is_dir() and not (src / "config.json").is_file():
             raise FileNotFoundError(f"{src} has no config.json, so it is not a Transformers checkpoint.")
-        if src.is_file() and src.suffix.lower() != ".gguf":
+        if not src.is_dir() and not (src.is_file() and src.suffix.lower() == ".gguf"):
             raise ValueError(f"{src} is neither a folder nor a .gguf file.")
         if src.is_file() and not (is_gguf_available() and is_accelerate_available()):
             raise ImportError("Reading a GGUF file needs gguf and accelerate: pip install 'diffllama[gguf]'.")
@@ -204,10 +243,26 @@ class TransformersSource:
         """The source's configuration.
 
         Raises:
-            ValueError: it is of another model type, or of a quantized model.
+            ValueError: config.json is no JSON, has absurd sizes or names other weights; or the model is of another type
+                or quantized.
             CheckpointError: it is a GGUF file with something in it that transformers does not read.
         """
-        config = AutoConfig.from_pretrained(**self.location)
+        file = self.src / "config.json" if self.src.is_dir() else self.src
+        if self.src.is_dir():
+            fields = read_json(file)
+            if "transformers_weights" in fields:
+                raise ValueError(
+                    f"`transformers_weights` in {file} makes transformers load other weights than the folder's, got "
+                    f"{fields['transformers_weights']!r}. Remove it, and call the file of the right weights {NAMES[0]}."
+                )
+            check_sizes(fields, file)
+        else:
+            check_sizes({"num_hidden_layers": gguf_number(self.gguf_reader, "block_count")}, file)
+        try:
+            config = AutoConfig.from_pretrained(**self.location)
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            raise ValueError(f"{file} is no configuration: {type(error).__name__}: {error}") from error
+        config._attn_implementation = "eager"  # its own might have to be fetched, and is not the result's
         if config.model_type not in self.model_types:
             known = ", ".join(map(repr, self.model_types))
             raise ValueError(f"`model_type` of the source must be one of {known}, got {config.model_type!r}.")
@@ -245,7 +300,8 @@ class TransformersSource:
         return Checkpoint.of_file(TensorsInMemory(tensors, self.src))
 
     def expected(self) -> dict[str, torch.Tensor]:
-        """Names and shapes that the tensors must have."""
+        """Names and shapes that the tensors must have. Raises `CheckpointError` if there are too few for the layers."""
+        check_layers(self.config.num_hidden_layers, len(self.checkpoint.tensors))
         return expected_tensors(self.config)
 
     def outputs(self, dtype: torch.dtype, implementation: str, rounded: torch.dtype | None = None) -> Outputs:
@@ -260,12 +316,17 @@ class TransformersSource:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The source's tokenizer, or `None`. Raises whatever transformers raises on files that are broken."""
+        """The source's tokenizer, or `None`. Raises `ValueError` if it does not load."""
         if self.src.is_file():
             has_one = gguf_text(self.gguf_reader, "tokenizer.ggml.model") not in (None, "none")
         else:
             has_one = any((self.src / name).is_file() for name in TOKENIZER_FILES)
-        return AutoTokenizer.from_pretrained(**self.location) if has_one else None
+        try:
+            return AutoTokenizer.from_pretrained(**self.location) if has_one else None
+        except Exception as error:  # of transformers and tokenizers, for whatever it is that is wrong with the files
+            raise ValueError(
+                f"The tokenizer in {self.src} does not load, or not without code of its own: {error}"
+            ) from error
 
     def save_companions(self, folder: Path) -> None:
         """Puts tokenizer, chat template and settings for generation into a folder: untouched, if they are files."""
@@ -289,7 +350,7 @@ class TransformersSource:
         if self.tokenizer is None:
             return
         file = folder / "tokenizer_config.json"
-        settings = json.loads(file.read_bytes()) if file.is_file() else {}
+        settings = read_json(file) if file.is_file() else {}
         if settings.pop("auto_map", None) is not None:
             write_json(file, settings)
         if not loads_like(self.tokenizer, folder):

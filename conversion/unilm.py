@@ -25,9 +25,16 @@ from diffllama.conversion.checkpoints import NAMES, SUFFIXES, Checkpoint, Tensor
 from diffllama.conversion.llama import BODY
 from diffllama.conversion.operations import half_from_interleaved, interleaved_from_half, repeat_keys, repeat_values
 from diffllama.conversion.transformers_diffllama import LAMBDAS, refuse
-from diffllama.conversion.transformers_models import TransformersResult, copy_companions, expected_tensors
+from diffllama.conversion.transformers_models import (
+    TransformersResult,
+    check_layers,
+    check_sizes,
+    copy_companions,
+    expected_tensors,
+)
 from diffllama.conversion.verification import Outputs, token_ids
 from diffllama.conversion.weight_map import CheckpointError, Rule, WeightMap, lines, plan
+from diffllama.hub_cards.texts import read_json
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention, DiffLlamaRotaryEmbedding
 
@@ -148,14 +155,11 @@ class UnilmSource:
         fields: dict[str, Any] = {}
         file = self.src / "config.json"
         if file.is_file():
-            try:
-                fields = json.loads(file.read_bytes())
-            except ValueError as error:
-                raise ValueError(f"{file} is not JSON: {error}.") from error
-            if not isinstance(fields, dict) or fields.get("model_type", self.model_type) != self.model_type:
+            fields = read_json(file)
+            if fields.get("model_type", self.model_type) != self.model_type:
                 raise ValueError(
                     f"{file} must hold fields of DiffLlamaConfig, and `model_type` {self.model_type!r} or none, got "
-                    f"{fields['model_type'] if isinstance(fields, dict) else fields!r}."
+                    f"{fields['model_type']!r}."
                 )
         elif not self.attention_only:
             raise ValueError(
@@ -163,7 +167,10 @@ class UnilmSource:
                 "`rope_parameters`, `max_position_embeddings`, `bos_token_id`, `eos_token_id`."
             )
         fields = {name: value for name, value in fields.items() if name not in NOT_FIELDS}
-        config = DiffLlamaConfig(**(self.sizes() | {"diff_variant": self.variant} | fields))
+        fields = self.sizes() | {"diff_variant": self.variant} | fields
+        check_sizes(fields, file if file.is_file() else self.src)
+        config = DiffLlamaConfig(**fields)
+        config._attn_implementation = "eager"  # its own might have to be fetched, and is not the result's
         refuse(config, f"a model in {self.model_type}'s layout", diff_variant=self.variant, **LACKING)
         return config
 
@@ -206,6 +213,7 @@ class UnilmSource:
 
     def expected(self) -> dict[str, torch.Tensor]:
         """Names and shapes that the tensors must have: what our model with these sizes becomes on the way out."""
+        check_layers(self.config.num_hidden_layers, len(self.checkpoint.tensors))
         ours = expected_tensors(self.config)
         names = {name: step.result for name, step in plan(ours, TO_UNILM[self.variant], self.config).items()}
         return {name: tensor for name, tensor in names.items() if not self.attention_only or ".self_attn." in name}

@@ -68,9 +68,6 @@ def export(
     src, dest = Path(os.path.abspath(src)), Path(os.path.abspath(dest))
     check_apart(src, dest)
     check_free(dest, overwrite)
-    if (src / "adapter_config.json").is_file():
-        what = "an adapter beside its model" if (src / "config.json").is_file() else "an adapter and no model"
-        raise ValueError(f"{src} has {what}. Load it with peft, call merge_and_unload() and save what that returns.")
     opened = TransformersSource(src, (DiffLlamaConfig.model_type,))
     config, checkpoint = opened.config, opened.checkpoint
     config.architectures = [architecture_of(config)]
@@ -79,10 +76,7 @@ def export(
     config.auto_map = dict(AUTO_MAP)  # of a model that was loaded from the Hub, it names the repository
     config.dtype = common_dtype(checkpoint)
     config.use_cache = True  # a Trainer turns it off, for itself
-    try:
-        tokenizer = opened.tokenizer
-    except Exception as error:
-        raise ValueError(f"The tokenizer in {src} does not load, or not without code of its own: {error}") from error
+    tokenizer = opened.tokenizer
     records = known_records(src, results)
     old = read_card(src / CARD)
     if written_by_hand(read_card(dest / CARD)):  # it is to be overwritten

@@ -1,6 +1,7 @@
 """Tiny checkpoints of Llama and its relatives, sound and broken, and what a folder holds."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,12 +157,39 @@ def _cut(file: Path) -> None:
     file.write_bytes(content[: len(content) // 2])
 
 
-def gguf_file(file: Path) -> Path:
+def _deep_index(src: Path) -> None:
+    (src / "model.safetensors").unlink()
+    (src / "model.safetensors.index.json").write_text("[" * 100_000)
+
+
+def _other_weights(src: Path) -> None:
+    """As it would be loaded by transformers: with the weights that it names beside the folder's own."""
+    weights = load_file(src / "model.safetensors")
+    save_file({name: -tensor for name, tensor in weights.items()}, src / "other.safetensors", metadata={"format": "pt"})
+    edit_config(src, transformers_weights="other.safetensors")
+
+
+def _gguf_with_adapter(folder: Path) -> Path:
+    (folder / "adapter_config.json").write_text("{}")
+    return gguf_file(folder / "x.gguf")
+
+
+def _pipe(folder: Path) -> Path:
+    os.mkfifo(folder / "pipe.gguf")
+    return folder / "pipe.gguf"
+
+
+def _loop(folder: Path) -> Path:
+    (folder / "loop").symlink_to("loop")
+    return folder / "loop"
+
+
+def gguf_file(file: Path, layers: int = 1) -> Path:
     """A readable GGUF file of a Llama that lacks all tensors but the embedding."""
     writer = GGUFWriter(file, "llama")
     writer.add_context_length(256)
     writer.add_embedding_length(64)
-    writer.add_block_count(1)
+    writer.add_block_count(layers)
     writer.add_feed_forward_length(96)
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
@@ -197,10 +225,72 @@ REFUSALS = {
         _broken(lambda src: (src / "config.json").unlink()), FileNotFoundError, r"src has no config\.json"
     ),
     "no gguf suffix": Refusal(_file("model.bin", b"GGUF"), ValueError, r"model\.bin is neither a folder nor a \.gguf"),
-    "config no json": Refusal(_broken(lambda src: (src / "config.json").write_text("{")), OSError, "not a valid JSON"),
-    "config no object": Refusal(
-        _broken(lambda src: (src / "config.json").write_text("[]")), Exception, "model_type|list"
+    "config no json": Refusal(
+        _broken(lambda src: (src / "config.json").write_text("{")), ValueError, r"src/config\.json is no JSON"
     ),
+    "config no object": Refusal(
+        _broken(lambda src: (src / "config.json").write_text("[]")), ValueError, r"src/config\.json must be .*got list"
+    ),
+    "config too deep": Refusal(
+        _broken(lambda src: (src / "config.json").write_text("[" * 100_000)), ValueError, r"config\.json .*too deeply"
+    ),
+    "index too deep": Refusal(
+        _broken(_deep_index), CheckpointError, r"src/model\.safetensors\.index\.json is no index of shards"
+    ),
+    "generation settings no json": Refusal(
+        _broken(lambda src: (src / "generation_config.json").write_text("{")),
+        ValueError,
+        r"src/generation_config\.json is no JSON",
+    ),
+    "other weights named": Refusal(
+        _broken(_other_weights), ValueError, r"`transformers_weights` in .*src/config\.json .* got 'other\.safetensors'"
+    ),
+    "adapter": Refusal(
+        _broken(lambda src: (src / "adapter_config.json").write_text('{"base_model_name_or_path": "evil/model"}')),
+        ValueError,
+        r"src has an adapter beside its model \(adapter_config\.json\).*merge_and_unload",
+    ),
+    "adapter behind a link to nothing": Refusal(
+        _broken(lambda src: (src / "adapter_config.json").symlink_to("nowhere")), ValueError, "an adapter beside"
+    ),
+    "adapter beside a gguf file": Refusal(_gguf_with_adapter, ValueError, r"has an adapter .*adapter_config\.json"),
+    "a million layers": Refusal(
+        _broken(lambda src: edit_config(src, num_hidden_layers=10**6)),
+        ValueError,
+        r"`num_hidden_layers` in .*src/config\.json must be a whole number from 1 to 10,000, got 1000000",
+    ),
+    "more layers than tensors": Refusal(
+        _broken(lambda src: edit_config(src, num_hidden_layers=9999)),
+        CheckpointError,
+        r"`num_hidden_layers` is 9,999, and the number of tensors only 21\.",
+    ),
+    "labels without number": Refusal(
+        _broken(lambda src: edit_config(src, num_labels=10**9)), ValueError, "`num_labels` in .* got 1000000000"
+    ),
+    "a size of exabytes": Refusal(
+        _broken(lambda src: edit_config(src, hidden_size=2**62)),
+        ValueError,
+        "`hidden_size` in .* got 4611686018427387904",
+    ),
+    "a negative size": Refusal(
+        _broken(lambda src: edit_config(src, vocab_size=-1)), ValueError, "`vocab_size` in .* got -1"
+    ),
+    "a size that is no number": Refusal(
+        _broken(lambda src: edit_config(src, head_dim="16")), ValueError, "`head_dim` in .* got '16'"
+    ),
+    "layer types that are no list": Refusal(
+        _broken(lambda src: edit_config(src, layer_types=7)),
+        ValueError,
+        r"src/config\.json is no configuration: TypeError",
+    ),
+    "a gguf file of a million layers": Refusal(
+        lambda folder: gguf_file(folder / "x.gguf", 10**6), ValueError, r"`num_hidden_layers` in .*x\.gguf must be"
+    ),
+    "a gguf file with more layers than tensors": Refusal(
+        lambda folder: gguf_file(folder / "x.gguf", 9999), CheckpointError, r"`num_hidden_layers` is 9,999, .* only 1\."
+    ),
+    "a pipe": Refusal(_pipe, ValueError, r"pipe\.gguf is neither a folder nor a \.gguf file"),
+    "a loop of links": Refusal(_loop, FileNotFoundError, "loop does not exist"),
     "other model": Refusal(
         _broken(lambda src: edit_config(src, model_type="gemma")), ValueError, "`model_type`.*'llama'.*, got 'gemma'"
     ),

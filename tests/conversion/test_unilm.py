@@ -307,6 +307,16 @@ REFUSALS: dict[str, tuple[Callable[[Path], Path], type[Exception], str]] = {
     ),
     "ours": (with_fields(model_type="diff_llama"), ValueError, "`model_type` 'unilm-v1' or none, got 'diff_llama'"),
     "other variant": (with_fields(diff_variant="v2"), ValueError, "`diff_variant` must be 'v1', got 'v2'"),
+    "a layer far away": (
+        broken(**{"model.layers.999999999.mlp.up_proj.weight": torch.zeros(2)}),
+        ValueError,
+        r"`num_hidden_layers` in .*src/config\.json must be .* got 1000000000",
+    ),
+    "more layers than tensors": (
+        with_fields(num_hidden_layers=5000),
+        CheckpointError,
+        "`num_hidden_layers` is 5,000, and the number of tensors only 4",
+    ),
     "biases": (with_fields(attention_bias=True), ValueError, "`attention_bias` must be False, got True"),
     "activation": (with_fields(hidden_act="gelu"), ValueError, "`hidden_act` must be 'silu', got 'gelu'"),
 }
