@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedConfig
 
-from diffllama.choices import PAIRINGS, SOURCES, TARGETS, VARIANTS, Pairing, Variant
+from diffllama.choices import Pairing, Variant, check_conversion
 from diffllama.conversion import llama, transformers_diffllama, unilm
 from diffllama.conversion.transformers_models import TransformersResult, TransformersSource
 from diffllama.conversion.unilm import UnilmResult, UnilmSource
@@ -45,24 +45,7 @@ class Recipe:
 
 def find_recipe(source: str | None, target: str | None, variant: str | None, pairing: str | None) -> Recipe:
     """The conversion that arguments of `convert` name. Raises `ValueError` if there is none."""
-    if (source is None) == (target is None):
-        raise ValueError(f"Give `source` (one of {', '.join(SOURCES)}) or `target` (one of {', '.join(TARGETS)}).")
-    if source is not None and source not in SOURCES:
-        raise ValueError(f"Unknown source {source!r}. Known: {', '.join(SOURCES)}.")
-    if target is not None and target not in TARGETS:
-        raise ValueError(
-            f"A differential model cannot become {target!r}, which does not compute a difference of two softmax maps. "
-            f"Known targets: {', '.join(TARGETS)} (transformers' diffllama is V1; V2 has no stock target)."
-        )
-    for option, value, known, owner in (
-        ("variant", variant, VARIANTS, "llama"),
-        ("pairing", pairing, PAIRINGS, "unilm-v1"),
-    ):
-        if value is not None and (value not in known or source != owner):
-            raise ValueError(
-                f"`{option}` is one of {', '.join(known)} and goes with source={owner!r}, got {value!r} with "
-                f"{source or target!r}."
-            )
+    check_conversion(source, target, variant, pairing)
     if source == "llama":
         chosen = variant or "v2"
         return Recipe(

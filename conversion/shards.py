@@ -3,7 +3,6 @@
 """Safetensors shards and their index."""
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -11,6 +10,7 @@ from typing import BinaryIO
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
+from diffllama.choices import shard_size
 from diffllama.conversion.checkpoints import Checkpoint, combine, nonfinite_tensors
 from diffllama.conversion.tensor_bytes import digest, file_header, pieces, write_bytes
 from diffllama.conversion.weight_map import CheckpointError, Step, lines
@@ -44,13 +44,10 @@ def write_shards(
         CheckpointError: values of the source are NaN or infinite, or a tensor's become so.
     """
     results = {name: step.result for name, step in steps.items()}
-    size = re.fullmatch(r"(\d+)([KMGT]B)?", str(max_shard_size))
-    if size is None or int(size[1]) == 0:
-        raise ValueError(f"`max_shard_size` must be a number of bytes or a text like '5GB', got {max_shard_size!r}.")
     split = split_torch_state_dict_into_shards(
         results,
         filename_pattern=f"{stem}{{suffix}}.safetensors",
-        max_shard_size=size[0] if size[2] else int(size[1]),
+        max_shard_size=shard_size(max_shard_size),
     )
     digests = {}
     total, done = sum(tensor.nbytes for tensor in results.values()), 0
