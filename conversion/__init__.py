@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of checkpoints: other models' into ours, and ours into other models'."""
 
+import math
 import os
 import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from diffllama import __version__
-from diffllama.choices import DTYPES, SOURCES, TARGETS
+from diffllama.choices import DTYPES, SOURCES, TARGETS, shard_size
 from diffllama.conversion.checkpoints import NAMES, Checkpoint
 from diffllama.conversion.output_folder import check_apart, check_free, new_folder
 from diffllama.conversion.recipes import Recipe, find_recipe
@@ -90,6 +92,7 @@ def convert(
     recipe = find_recipe(source, target, variant, pairing)
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+    shard_size(max_shard_size)
     src, dest = source_files(src, revision), Path(os.path.abspath(dest))
     check_apart(src, dest)
     check_free(dest, overwrite)
@@ -193,7 +196,7 @@ def new_step(make: Callable[[], torch.Tensor], dtype: torch.dtype) -> Step:
 
 def check_space(nbytes: int, dest: Path) -> None:
     """Raises `OSError` if the disk of `dest` has no room for `nbytes` and a little more."""
-    place = next(parent for parent in dest.parents if parent.exists())
+    place = next(parent for parent in Path(os.path.realpath(dest)).parents if parent.exists())
     needed, free = nbytes + (1 << 20), shutil.disk_usage(place).free
     if needed > free:
         raise OSError(f"{place} has {free / 1e9:.3g} GB left and the result needs {needed / 1e9:.3g} GB. Make room.")
@@ -219,22 +222,28 @@ def verified(
     needed *= dtype.itemsize / config.dtype.itemsize
     if wanted is None and needed > free:
         return {"skipped": f"needs {needed / 1e9:.3g} GB of memory, {free / 1e9:.3g} GB are free"}
-    # Whether bits are equal is also up to the kernels that torch chooses for 2h heads and for h. Where it chooses
-    # other ones in one implementation of attention, it need not in the other.
-    for implementation in ("sdpa", "eager"):
-        verification = compare(
+
+    def compared(implementation: str) -> Verification:
+        return compare(
             partial(source.outputs, dtype, implementation, cast),
             partial(result.outputs, config, folder, dtype, implementation),
             tolerance,
             "attention outputs" if isinstance(result, AttentionResult) else "logits",
+            implementation,
         )
-        if verification.passed:
-            break
-    else:
+
+    verification = compared("sdpa")
+    if not verification.passed and math.isfinite(verification.max_difference):
+        # Whether bits are equal is also up to the kernels that torch chooses for 2h heads and for h. Where it chooses
+        # other ones in sdpa, it need not in eager attention: equal bits there alone say less, and are reported so.
+        eager = compared("eager")
+        if eager.passed:
+            verification = replace(eager, sdpa_difference=verification.max_difference)
+    if not verification.passed:
         raise VerificationError(
             f"The result computes something else than its source: {verification}. Nothing was written."
         )
-    return verification.as_dict() | {"attn_implementation": implementation}
+    return verification.as_dict()
 
 
 __all__ = [

@@ -38,6 +38,8 @@ class Verification:
         bit_equal: whether all outputs are equal, bit for bit.
         same_top_token: the share of tokens for which the largest output is at the same place.
         tolerance: the largest difference that is promised, as a share of `largest_output`; `None` promises nothing.
+        attn_implementation: the attention function under which they were computed, "sdpa" or "eager".
+        sdpa_difference: `max_difference` under "sdpa", if that is more than is promised and only "eager" keeps it.
     """
 
     compared: str
@@ -50,6 +52,8 @@ class Verification:
     bit_equal: bool
     same_top_token: float
     tolerance: float | None
+    attn_implementation: str
+    sdpa_difference: float | None = None
 
     @property
     def passed(self) -> bool:
@@ -79,11 +83,16 @@ class Verification:
             verdict = "NOT EXACT, a warm start for training"
         else:
             promised = f"{self.tolerance:.3g} of the largest" if self.tolerance else "bit-equal"
-            verdict = f"{'Verified' if self.passed else 'WRONG'}, promised: {promised}"
-        return (
+            only = " under eager attention only" if self.sdpa_difference is not None else ""
+            verdict = f"{f'Verified{only}' if self.passed else 'WRONG'}, promised: {promised}"
+        text = (
             f"{verdict}. {self.compared.capitalize()} of {self.sequences} sequences of {self.length} tokens in "
-            f"{self.dtype}{', with and without cache' * (self.compared == 'logits')}: {difference}."
+            f"{self.dtype}, {self.attn_implementation} attention"
+            f"{', with and without cache' * (self.compared == 'logits')}: {difference}."
         )
+        if self.sdpa_difference is None:
+            return text
+        return f"{text} Under sdpa attention: max difference {self.sdpa_difference:.3g}."
 
 
 def token_ids(vocab_size: int, max_length: int) -> torch.Tensor:
@@ -111,19 +120,27 @@ def model_outputs(model: PreTrainedModel) -> Outputs:
 
 
 def compare(
-    source: Callable[[], Outputs], result: Callable[[], Outputs], tolerance: float | None, compared: str = "logits"
+    source: Callable[[], Outputs],
+    result: Callable[[], Outputs],
+    tolerance: float | None,
+    compared: str = "logits",
+    implementation: str = "sdpa",
 ) -> Verification:
-    """Compares two sides, of which one at a time is loaded."""
+    """Compares two sides, of which one at a time is loaded, with the attention function that is named."""
 
     def computed(load: Callable[[], Outputs]) -> list[torch.Tensor]:
         outputs = load()
         return [outputs(False), outputs(True)]
 
-    return measure(computed(source), computed(result), tolerance, compared)
+    return measure(computed(source), computed(result), tolerance, compared, implementation)
 
 
 def measure(
-    expected: list[torch.Tensor], got: list[torch.Tensor], tolerance: float | None, compared: str
+    expected: list[torch.Tensor],
+    got: list[torch.Tensor],
+    tolerance: float | None,
+    compared: str,
+    implementation: str = "sdpa",
 ) -> Verification:
     """The comparison of outputs [sequences, n, width], each without and with a cache."""
     a, b = torch.cat(expected), torch.cat(got)
@@ -139,6 +156,7 @@ def measure(
         bit_equal=torch.equal(a, b),
         same_top_token=(a.argmax(-1) == b.argmax(-1)).double().mean().item(),
         tolerance=tolerance,
+        attn_implementation=implementation,
     )
 
 

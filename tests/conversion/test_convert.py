@@ -2,11 +2,13 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from llamas import (
     snapshot,
 )
 from safetensors.torch import load_file
-from tiny import tokens
+from tiny import tiny_model, tokens
 from tokenizers import Tokenizer, models, normalizers
 from transformers import (
     AutoModelForCausalLM,
@@ -39,10 +41,11 @@ from transformers import (
     MistralConfig,
     PreTrainedModel,
 )
+from transformers import DiffLlamaConfig as StockDiffLlama
 
 import diffllama.conversion
 from diffllama import DiffLlamaForCausalLM, __version__
-from diffllama.conversion import DTYPES, CheckpointError, VerificationError, transformers_models
+from diffllama.conversion import DTYPES, CheckpointError, Verification, VerificationError, transformers_models
 from diffllama.conversion import llama as llama_map
 from diffllama.conversion.checkpoints import fingerprint, open_checkpoint
 from diffllama.conversion.weight_map import Rule
@@ -197,6 +200,67 @@ def test_a_model_that_does_not_fit_into_memory_is_not_verified_unless_asked_for(
             (reason,) = verification.values()
             assert ("not asked for" if verify is False else "GB of memory") in reason
             assert reason in (folder / "README.md").read_text()
+
+
+def test_equal_bits_under_eager_attention_only_are_told_as_that(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare = diffllama.conversion.compare
+
+    def other_kernels(*sides: Any) -> Verification:
+        verification = compare(*sides)
+        return verification if sides[-1] == "eager" else replace(verification, bit_equal=False, max_difference=0.00125)
+
+    monkeypatch.setattr(diffllama.conversion, "compare", other_kernels)
+    folder = convert(source, tmp_path / "dest")
+    verification = json.loads((folder / "conversion.json").read_text())["verification"]
+    told = {"attn_implementation": "eager", "bit_equal": True, "sdpa_difference": 0.00125, "passed": True}
+    assert verification.items() >= told.items()
+    card = (folder / "README.md").read_text()
+    assert "tokens in float32, eager attention" in card
+    assert "| bit-equal | yes, under eager attention only: under sdpa the largest difference is 0.00125 |" in card
+
+
+def test_what_was_compared_under_sdpa_says_so(source: Path, tmp_path: Path) -> None:
+    folder = convert(source, tmp_path / "dest")
+    verification = json.loads((folder / "conversion.json").read_text())["verification"]
+    assert verification.items() >= {"attn_implementation": "sdpa", "bit_equal": True, "sdpa_difference": None}.items()
+    card = (folder / "README.md").read_text()
+    assert "tokens in float32, sdpa attention" in card
+    assert "| bit-equal | yes |" in card
+
+
+@pytest.mark.parametrize("implementation", ["owner/kernel", "flash_attention_2", "nonesuch"])
+def test_a_sources_attention_function_is_neither_used_nor_carried_over(
+    implementation: str, source: Path, tmp_path: Path
+) -> None:
+    edit_config(source, _attn_implementation=implementation)
+    steps: list[tuple[str, dict[str, Any]]] = [
+        ("ours", {"source": "llama"}),
+        ("unilm", {"source": None, "target": "unilm-v2"}),
+        ("again", {"source": "unilm-v2"}),
+    ]
+    for name, options in steps:
+        edit_config(source, _attn_implementation=implementation)
+        source = convert(source, tmp_path / name, **options)
+        assert implementation not in (source / "config.json").read_text()
+        assert json.loads((source / "conversion.json").read_text())["verification"]["passed"] is True
+
+
+@pytest.mark.parametrize("target", ["llama", "transformers", "ours"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_other_weights_that_a_configuration_names_are_refused(verify: bool, target: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"source": target} if target != "ours" else {"source": None, "target": "transformers"}
+    if target == "ours":
+        src = tmp_path / "src"
+        tiny_model("v1").save_pretrained(src)
+    else:
+        src = llama(tmp_path / "src") if target == "llama" else save_model(tmp_path / "src", StockDiffLlama(**SIZES))
+    edit_config(src, transformers_weights="other.safetensors")
+    before = snapshot(tmp_path)
+    with pytest.raises(ValueError, match=r"`transformers_weights` in .*config\.json .* got 'other\.safetensors'"):
+        convert(src, tmp_path / "dest", verify=verify, **options)
+    assert snapshot(tmp_path) == before
 
 
 def test_a_result_that_computes_something_else_is_not_kept(
@@ -469,6 +533,28 @@ def test_a_tokenizer_whose_class_depends_on_the_model_type_stays_what_it_was(tmp
     assert new.backend_tokenizer.to_str() == old.backend_tokenizer.to_str()
 
 
+def test_pipes_and_loops_of_links_beside_a_source_are_passed_over(source: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.model", "README.md", "LICENSE.txt", "1.bin"):
+        os.mkfifo(source / name)
+    for name in ("NOTICE", "vocab.txt", "additional_chat_templates"):
+        (source / name).symlink_to(name)
+    folder = convert(source, tmp_path / "dest")
+    assert not {"tokenizer.model", "LICENSE.txt", "1.bin", "NOTICE", "vocab.txt"} & {f.name for f in folder.iterdir()}
+
+
+def test_peft_is_not_followed_to_another_model(source: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    other = llama(tmp_path / "other")
+    edit_config(other, auto_map={"AutoConfig": "evil.Config"})
+    (other / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    adapter = {"base_model_name_or_path": str(other), "peft_type": "LORA"}
+    (source / "adapter_config.json").write_text(json.dumps(adapter))
+    for verify in (True, False):
+        with pytest.raises(ValueError, match=r"adapter_config\.json.*merge_and_unload"):
+            convert(source, tmp_path / "dest", verify=verify)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_code_of_a_tokenizer_does_not_come_along(source: Path, tmp_path: Path) -> None:
     (source / "tokenizer_mine.py").write_text("raise SystemExit('code of the source ran')")
     file = source / "tokenizer_config.json"
@@ -542,7 +628,7 @@ def test_a_process_that_is_stopped_leaves_no_result_and_the_next_one_works(
         assert process.stdout.readline() == "writing\n"
         process.send_signal(number)
         assert process.wait(30) == status
-    if number == signal.SIGKILL:  # nobody could clean up; what is left is hidden and in nobody's way
+    if number == signal.SIGKILL:  # nobody could clean up; what is left is hidden, and removed by the next run
         after = snapshot(tmp_path)
         assert {name for name in after.keys() - before.keys() if not name.startswith(".dest.")} == set()
         assert {name: after[name] for name in before} == before
@@ -552,6 +638,7 @@ def test_a_process_that_is_stopped_leaves_no_result_and_the_next_one_works(
         logits(DiffLlamaForCausalLM.from_pretrained(convert(source, tmp_path / "dest"))),
         logits(LlamaForCausalLM.from_pretrained(source)),
     )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dest", "src"]
 
 
 @pytest.fixture
@@ -575,6 +662,28 @@ def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(
     with pytest.raises(OSError, match=r"disk has 0\.000262 GB left and the result needs 0\.00138 GB"):
         convert(source, small_disk / "dest")
     assert snapshot(small_disk) == {}
+
+
+def test_a_link_as_destination_stays_and_the_room_is_that_of_its_target(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "disk" / "model").mkdir(parents=True)
+    (tmp_path / "disk" / "model" / "config.json").write_text("old")
+    (tmp_path / "link").symlink_to("disk/model")
+    asked: list[Path] = []
+    disk_usage = shutil.disk_usage
+
+    def asking(place: Path) -> Any:
+        asked.append(place)
+        return disk_usage(place)
+
+    monkeypatch.setattr("shutil.disk_usage", asking)
+    folder = convert(source, tmp_path / "link", overwrite=True, verify=False)
+    assert folder == tmp_path / "link"
+    assert asked == [tmp_path / "disk"]
+    assert (tmp_path / "link").readlink() == Path("disk/model")
+    assert type(DiffLlamaForCausalLM.from_pretrained(tmp_path / "disk" / "model")) is DiffLlamaForCausalLM
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link", "src"]
 
 
 def test_room_is_looked_up_where_the_result_will_be(

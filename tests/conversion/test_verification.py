@@ -2,6 +2,7 @@ import gc
 import json
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,6 +52,7 @@ def test_equal_outputs_are_equal() -> None:
         bit_equal=True,
         same_top_token=1.0,
         tolerance=0.0,
+        attn_implementation="sdpa",
     )
 
 
@@ -117,6 +119,7 @@ EXAMPLES = {
     "beyond": measured(outputs([1.5, -8.0], [2.0, 1.0]), 1e-5),
     "not equal": measured(outputs([1.5, -8.0], [2.0, 1.0])),
     "nothing promised": measured(outputs([1.5, -8.0], [2.0, 1.0]), None),
+    "eager only": replace(measured(EXPECTED), attn_implementation="eager", sdpa_difference=0.00125),
 }
 each_example = pytest.mark.parametrize("name", EXAMPLES)
 
@@ -131,13 +134,17 @@ def test_a_record_brings_the_verification_back(name: str) -> None:
 
 
 NUMBERS = "max difference 2, mean 0.625, where the largest is 8; 50.0% of tokens have the same top token"
-INPUTS = "Logits of 1 sequences of 2 tokens in float32, with and without cache"
+INPUTS = "Logits of 1 sequences of 2 tokens in float32, sdpa attention, with and without cache"
 TEXTS = {
     "equal": f"Verified, promised: bit-equal. {INPUTS}: equal bit for bit.",
     "within": f"Verified, promised: 0.25 of the largest. {INPUTS}: {NUMBERS}.",
     "beyond": f"WRONG, promised: 1e-05 of the largest. {INPUTS}: {NUMBERS}.",
     "not equal": f"WRONG, promised: bit-equal. {INPUTS}: {NUMBERS}.",
     "nothing promised": f"NOT EXACT, a warm start for training. {INPUTS}: {NUMBERS}.",
+    "eager only": (
+        f"Verified under eager attention only, promised: bit-equal. {INPUTS.replace('sdpa', 'eager')}: equal bit for "
+        "bit. Under sdpa attention: max difference 0.00125."
+    ),
 }
 
 

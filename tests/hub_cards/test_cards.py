@@ -34,6 +34,7 @@ def record(result: str = "diff_llama", **source: Any) -> dict[str, Any]:
         "verification": {
             "compared": "logits", "dtype": "float32", "sequences": 3, "length": 32, "max_difference": 0.00123,
             "mean_difference": 0.0, "largest_output": 7.5, "bit_equal": False, "same_top_token": 0.5, "tolerance": 0.1,
+            "attn_implementation": "sdpa", "sdpa_difference": None,
         },
     }  # fmt: skip
 
