@@ -3,6 +3,7 @@
 """The command line. Each command is a thin front of a function of the package."""
 
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -17,9 +18,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from diffllama import __version__
-from diffllama.choices import TARGETS, DType, Pairing, Source, Variant
+from diffllama.choices import TARGETS, DType, Pairing, Source, Variant, check_conversion, shard_size
 from diffllama.evaluation.commands import ProbeGroup
 from diffllama.extras import needs
+from diffllama.files import locate
 
 
 if TYPE_CHECKING:
@@ -67,32 +69,57 @@ def writing(then: str) -> Iterator[Callable[[int, int], None]]:
         yield show
 
 
+OPTIONS = {"source": "--from", "target": "--to", "max_shard_size": "--max-shard-size"} | {
+    name: f"--{name}" for name in ("variant", "pairing", "revision", "dtype")
+}
+"""Arguments of `diffllama.convert` -> the options of its command."""
+
+
+@contextmanager
+def named_as_options() -> Iterator[None]:
+    """Calls arguments of `diffllama.convert` by the names of their options in messages."""
+    try:
+        yield
+    except ValueError as error:
+        if type(error) is not ValueError:
+            raise
+        names = "|".join(OPTIONS)
+        text = re.sub(rf"`({names})`", lambda match: OPTIONS[match[1]], str(error))
+        text = re.sub(rf"\b({names})='([\w-]+)'", lambda match: f"{OPTIONS[match[1]]} {match[2]}", text)
+        raise ValueError(text) from error
+
+
 @app.command()
 def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="Folder, file, or repository owner/name of the Hub.")],
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="Folder to make.")],
-    source: Annotated[Source | None, typer.Option("--from", help="What SRC is; DEST will be ours.")] = None,
+    source: Annotated[
+        Source | None, typer.Option("--from", metavar="NAME", help="What SRC is, see above; DEST will be ours.")
+    ] = None,
     target: Annotated[
-        str | None, typer.Option("--to", metavar="|".join(TARGETS), help="SRC is ours; what DEST will be.")
+        str | None, typer.Option("--to", metavar="NAME", help=f"SRC is ours; DEST will be {', '.join(TARGETS)}.")
     ] = None,
     variant: Annotated[Variant | None, typer.Option(help="With --from llama: v2, exact, or v1, a warm start.")] = None,
     pairing: Annotated[
         Pairing | None, typer.Option(help="With --from unilm-v1: plain if trained with multihead_diffattn.py.")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repository.")] = None,
-    dtype: Annotated[DType, typer.Option(help="dtype of the weights; auto keeps the source's.")] = "auto",
+    revision: Annotated[str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a repository.")] = None,
+    dtype: Annotated[
+        DType, typer.Option(metavar="DTYPE", help="Of the weights: float32, bfloat16, float16, or auto, the source's.")
+    ] = "auto",
     verify: Annotated[
         bool | None,
         typer.Option("--verify/--no-verify", help="Compare both models' logits. By default if they fit into memory."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DEST if it is a model folder.")] = False,
-    max_shard_size: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file of weights.")] = "5GB",
 ) -> None:
     """Convert a checkpoint into a differential model, or a differential model into another format.
 
     \b
-    --from llama         Llama, Mistral, Qwen2, Qwen3, SmolLM3, Phi-3, GGUF files -> V2, logits bit-identical
-                         (float32, bfloat16); with --variant v1 -> V1, not exact
+    --from llama         Llama, Mistral, Qwen2, Qwen3, SmolLM3, Phi-3, and GGUF
+                         files of these -> V2, logits bit-identical in float32
+                         and bfloat16; with --variant v1 -> V1, not exact
     --from transformers  transformers' own diffllama -> V1
     --from unilm-v1      microsoft/unilm's modules -> V1
     --from unilm-v2      microsoft/unilm's modules -> V2
@@ -100,28 +127,33 @@ def convert(
 
     Folders of ours load anywhere with trust_remote_code=True. DEST appears complete or not at all.
     """
-    err.print(f"Reading {src}", markup=False)
-    from transformers.utils import logging
+    with named_as_options():
+        check_conversion(source, target, variant, pairing)
+        shard_size(max_shard_size)
+        err.print(f"Reading {src}", markup=False)
+        if not locate(src, revision, ["config.json"]).exists():
+            raise FileNotFoundError(f"{src} does not exist. Name a folder, a file, or a repository of the Hub.")
+        from transformers.utils import logging
 
-    from diffllama.conversion import Verification
-    from diffllama.conversion import convert as run  # takes seconds to import
+        from diffllama.conversion import Verification
+        from diffllama.conversion import convert as run  # takes seconds to import
 
-    logging.disable_progress_bar()
-    with writing("Weights written; comparing" if verify is not False else "Weights written") as show:
-        folder = run(
-            src,
-            dest,
-            source=source,
-            target=target,
-            variant=variant,
-            pairing=pairing,
-            revision=revision,
-            dtype=dtype,
-            verify=verify,
-            overwrite=overwrite,
-            max_shard_size=max_shard_size,
-            progress=show,
-        )
+        logging.disable_progress_bar()
+        with writing("Weights written; comparing" if verify is not False else "Weights written") as show:
+            folder = run(
+                src,
+                dest,
+                source=source,
+                target=target,
+                variant=variant,
+                pairing=pairing,
+                revision=revision,
+                dtype=dtype,
+                verify=verify,
+                overwrite=overwrite,
+                max_shard_size=max_shard_size,
+                progress=show,
+            )
     record = json.loads((folder / "conversion.json").read_bytes())["verification"]
     skipped = record.get("skipped")
     err.print(f"Not verified: {skipped}." if skipped else str(Verification.from_dict(record)), markup=False)

@@ -157,6 +157,7 @@ def test_every_option_reaches_the_conversion(
         return tmp_path
 
     monkeypatch.setattr("diffllama.conversion.convert", convert)
+    monkeypatch.setattr("diffllama.cli.locate", lambda src, revision, patterns: tmp_path)
     options = (
         "--from unilm-v1 --pairing plain --revision main --dtype float16 --verify --overwrite --max-shard-size 1GB"
     )
@@ -272,11 +273,13 @@ class TestHubFolders:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ([], "Give `source`"),
-        (["--from", "llama", "--to", "transformers"], "Give `source`"),
+        ([], "Give --from (one of llama, transformers, unilm-v1, unilm-v2) or --to (one of transformers, "),
+        (["--from", "llama", "--to", "transformers"], "Give --from"),
         (["--to", "llama"], "V2 has no stock target"),
-        (["--from", "llama", "--pairing", "plain"], "`pairing`"),
-        (["--from", "llama", "--max-shard-size", "much"], "`max_shard_size` must be a number of bytes or a text like"),
+        (["--from", "llama", "--pairing", "plain"], "--pairing is one of flash, plain and goes with --from unilm-v1"),
+        (["--to", "unilm-v1", "--variant", "v1"], "--variant is one of v1, v2 and goes with --from llama, got 'v1'"),
+        (["--from", "llama", "--max-shard-size", "much"], "--max-shard-size must be a number of bytes or a text like"),
+        (["--from", "llama", "--revision", "main"], "--revision goes with a repository of the Hub"),
     ],
     ids=" ".join,
 )
@@ -288,6 +291,54 @@ def test_options_that_do_not_go_together_are_one_line_of_error(
     assert status == 1
     assert told in error_of(err)
     assert snapshot(tmp_path) == before
+
+
+LIGHT = """
+import sys
+from diffllama.cli import main
+
+for arguments in sys.stdin.read().splitlines():
+    sys.argv = ["diffllama", "convert", *arguments.split()]
+    try:
+        main()
+    except SystemExit as end:
+        print(end.code)
+print(sorted({"torch", "transformers"} & sys.modules.keys()))
+"""
+
+
+def test_what_a_conversion_refuses_by_its_arguments_needs_no_heavy_imports(tmp_path: Path) -> None:
+    """Options that are wrong, and sources that do not exist, as a path and as what may be a repository."""
+    commands = {
+        "nowhere dest --from llama": (1, "nowhere does not exist. Name a folder, a file, or a repository of the Hub"),
+        "models/llama dest --from llama": (1, "no repository models/llama can be had from the Hub"),
+        "src dest --from bogus": (2, "'bogus'"),
+        "src dest --to transformers --variant v1": (1, "--variant is one of v1, v2 and goes with --from llama"),
+        "src dest --from llama --max-shard-size 5apples": (1, "--max-shard-size must be a number of bytes"),
+        "--help": (0, ""),
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", LIGHT],
+        cwd=tmp_path,
+        input="\n".join(commands),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = result.stdout.splitlines()
+    assert lines[-1] == "[]"
+    assert [int(line) for line in lines if line.isdecimal()] == [status for status, _ in commands.values()]
+    assert all(told in " ".join(result.stderr.split()) for _, told in commands.values())
+
+
+def test_the_help_of_convert_fits_into_80_columns() -> None:
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["convert", "--help"])
+    assert result.exit_code == 0
+    lines = [line.rstrip() for line in result.output.splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert "…" not in result.output
+    (first,) = [i for i, line in enumerate(lines) if line.startswith(" --from llama ")]
+    assert lines[first + 1].startswith(" " * 22 + "files of these -> V2")  # as it was written, not wrapped
 
 
 @pytest.mark.parametrize(
