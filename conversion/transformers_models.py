@@ -230,7 +230,9 @@ class TransformersSource:
         if not src.is_dir() and not (src.is_file() and src.suffix.lower() == ".gguf"):
             raise ValueError(f"{src} is neither a folder nor a .gguf file.")
         if src.is_file() and not (is_gguf_available() and is_accelerate_available()):
-            raise ImportError("Reading a GGUF file needs gguf and accelerate: pip install 'diffllama[gguf]'.")
+            raise ImportError(
+                "Reading a GGUF file needs gguf and accelerate. In a clone of diffllama: pip install '.[gguf]'"
+            )
         self.src = src
         self.model_types = model_types
         # `trust_remote_code=False`: code that lies in the folder is never run

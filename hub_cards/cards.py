@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from yaml import YAMLError
 
+from diffllama import PACKAGE_URL
 from diffllama.choices import VARIANTS
 from diffllama.hub_cards.code import AUTO_CLASSES
 from diffllama.hub_cards.texts import has_place
@@ -157,6 +159,7 @@ def model_card(
         facts=facts,
         source=conversion and conversion["source"],
         requirements=requirements(),
+        package=f"[diffllama]({PACKAGE_URL})" if PACKAGE_URL else "diffllama",
         result=conversion and conversion["result"],
         check=conversion and conversion["verification"],
         config=config,
@@ -384,8 +387,14 @@ def read_card(path: Path) -> str:
 
 
 def card_metadata(text: str, where: str) -> dict[str, Any]:
-    """The metadata of a card's text. Raises `ValueError`, with where it stands, if it cannot be read."""
+    """The metadata of a card's text. Raises `ValueError`, with where it stands, if it cannot be read.
+
+    YAML's aliases are refused: a few lines of them can stand for more than any memory holds.
+    """
     try:
+        front, _ = front_and_body(text)
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(front, yaml.SafeLoader)):
+            raise ValueError("it has YAML aliases (*name): write the values out")
         return ModelCard(text).data.to_dict() if text.strip() else {}
     except (ValueError, TypeError, YAMLError) as error:
         raise ValueError(f"The metadata of {where} cannot be read: {' '.join(str(error).split())}") from error

@@ -31,12 +31,12 @@ def evaluation_rows(paths: Iterable[Path], before: Iterable[dict[str, Any]] = ()
         before: rows that are known already.
 
     Returns:
-        Rows with `task`, `metric` and `value`, and `stderr`, `shots`, `samples` (and `of` how many, if the evaluation
-        was limited), `dataset`, `dataset_config`, `split` and `harness` (its version) as far as a file tells.
+        Rows with `task`, `metric` and `value`, and `stderr`, `shots`, `samples`, `dataset`, `dataset_config`, `split`
+        and `harness` (its version) as far as a file tells.
 
     Raises:
         FileNotFoundError: a path does not exist.
-        ValueError: a file is none of lm-eval's.
+        ValueError: a file is none of lm-eval's, or its evaluation is none of a whole benchmark.
     """
     rows = {key(row): row for row in before}
     for path in paths:
@@ -50,6 +50,23 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["task"], row["metric"], row.get("shots")
 
 
+def why_no_benchmark(content: dict[str, Any], task: str) -> str | None:
+    """What a task of a result file was evaluated on that is not its whole benchmark, and what to do; or `None`."""
+    for subtask in (content.get("group_subtasks") or {}).get(task) or ():
+        if fault := why_no_benchmark(content, subtask):
+            return fault
+    settings = (content.get("configs") or {}).get(task) or {}
+    source = (settings.get("metadata") or {}).get("data_source") or {}
+    if source.get("built_in"):
+        return "the built-in samples, which are made up: name real data with --metadata data=PATH"
+    samples = (content.get("n-samples") or {}).get(task) or {}
+    original, effective = samples.get("original"), samples.get("effective")
+    if original != effective or (content.get("config") or {}).get("limit") is not None:
+        part = "a part of its samples" if original is None else f"{effective} of its {original} samples"
+        return f"{part}: evaluate without --limit and --samples"
+    return None
+
+
 def rows_of(file: Path) -> list[dict[str, Any]]:
     """The numbers in one result file."""
     content = read_json(file)
@@ -60,12 +77,13 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
     for task, numbers in results.items():
         settings = (content.get("configs") or {}).get(task) or {}
         samples = (content.get("n-samples") or {}).get(task) or {}
+        if fault := why_no_benchmark(content, task):
+            raise ValueError(f"{file}: {task} was evaluated on {fault}.")
         dataset = settings.get("dataset_path")
         facts = {
             "shots": (content.get("n-shot") or {}).get(task),
             "samples": samples.get("effective"),
-            "of": samples.get("original") if samples.get("original") != samples.get("effective") else None,
-            "dataset": None if is_absolute_path(dataset) else dataset,
+            "dataset": None if is_absolute_path(dataset, "dataset_path") else dataset,
             "dataset_config": settings.get("dataset_name"),
             "split": settings.get("test_split") or settings.get("validation_split"),
             "harness": content.get("lm_eval_version"),

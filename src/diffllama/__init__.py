@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+PACKAGE_URL = ""
+"""Where the package can be had. While this is empty, cards and messages link to no place and name no registry, where
+anybody could register its name."""
+
 _MODELS = "diffllama.modeling_diff.modeling_diffllama"
 _HOMES = {
     "DiffLlamaConfig": "diffllama.modeling_diff.configuration_diffllama",

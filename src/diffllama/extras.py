@@ -11,7 +11,7 @@ def needs(extra: str) -> Iterator[None]:
     """Imports of packages that come with an extra.
 
     Args:
-        extra: its name in `pip install 'diffllama[NAME]'`.
+        extra: its name in `pip install '.[NAME]'`, in a clone of this package.
 
     Raises:
         ModuleNotFoundError: one is missing; says how to install it.
@@ -19,4 +19,4 @@ def needs(extra: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error}. pip install 'diffllama[{extra}]' (from a clone '.[{extra}]')") from error
+        raise ModuleNotFoundError(f"{error}. In a clone of diffllama: pip install '.[{extra}]'") from error

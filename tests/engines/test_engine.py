@@ -3,6 +3,7 @@
 `make test-vllm` runs this in an environment that has vLLM and not this package.
 """
 
+import dataclasses
 import importlib.util
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -17,6 +18,7 @@ import torch
 vllm = pytest.importorskip("vllm")
 
 from generating import another_process, greedy, scored  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
 
 
@@ -36,6 +38,11 @@ def prompts() -> list[list[int]]:
     """Of mixed lengths."""
     random = torch.Generator().manual_seed(0)
     return [torch.randint(6, 97, (length,), generator=random).tolist() for length in (3, 200, 17, 1, 90)]
+
+
+def test_the_options_that_model_cards_print_are_its_own() -> None:
+    options = {field.name for field in dataclasses.fields(EngineArgs)}
+    assert {"trust_remote_code", "revision", "code_revision"} <= options
 
 
 def test_the_package_is_not_installed() -> None:

@@ -129,7 +129,7 @@ def test_a_probe_without_the_extra_says_how_to_install_it(
     assert (status, out) == (1, "")
     assert err.startswith("Error: ModuleNotFoundError: ")
     assert "matplotlib" in err
-    assert err.endswith("pip install 'diffllama[eval]' (from a clone '.[eval]')\n")
+    assert err.endswith("In a clone of diffllama: pip install '.[eval]'\n")
 
 
 def test_two_models_are_measured_told_and_not_measured_again(

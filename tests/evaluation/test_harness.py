@@ -328,7 +328,7 @@ def test_without_lm_eval_it_is_said_how_to_get_it(
     assert call("eval", "--help") == 1
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("Error: ModuleNotFoundError: ")
-    assert error.endswith("pip install 'diffllama[eval]' (from a clone '.[eval]')")
+    assert error.endswith("In a clone of diffllama: pip install '.[eval]'")
 
 
 def test_help_of_all_commands_imports_none_of_it() -> None:

@@ -1,14 +1,19 @@
 import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
 from huggingface_hub import ModelCard
-from tiny import EVERY_FEATURE, VARIANTS, tiny_config, tiny_model, tokens
+from llamas import SIZES, save_model
+from tiny import EVERY_FEATURE, VARIANTS, tiny_config, tiny_model, tiny_tokenizer, tokens
 
+import diffllama
+from diffllama.hub_cards import cards
 from diffllama.hub_cards.cards import (
     TASKS,
     Facts,
@@ -20,8 +25,10 @@ from diffllama.hub_cards.cards import (
     updated_card,
     written_by_hand,
 )
+from diffllama.modeling_diff import modeling_diffllama
 
 
+README = Path(__file__).parents[2] / "README.md"
 COMMIT, OTHER_COMMIT = "0123456789" * 4, "abcdef0123" * 4
 
 
@@ -49,7 +56,7 @@ TRAINING = {
 }  # fmt: skip
 
 EVALUATION = [
-    {"task": "arc_easy", "metric": "acc", "value": 0.51234, "stderr": 0.0102, "shots": 0, "samples": 100, "of": 2376,
+    {"task": "arc_easy", "metric": "acc", "value": 0.51234, "stderr": 0.0102, "shots": 0, "samples": 2376,
      "dataset": "allenai/ai2_arc", "dataset_config": "ARC-Easy", "split": "test", "harness": "0.4.13"},
     {"task": "arc_easy", "metric": "acc", "value": 0.6, "shots": 5, "samples": 2376, "dataset": "allenai/ai2_arc",
      "dataset_config": "ARC-Easy", "split": "test", "harness": "0.4.13"},
@@ -141,7 +148,7 @@ class TestText:
     def test_an_evaluation_is_a_table_and_a_model_index(self) -> None:
         card = model_card(facts("v1", evaluation=EVALUATION), "model")
         for row in (
-            "| arc_easy | acc | 0.5123 ± 0.0102 | 0 | 100 of 2376 |",
+            "| arc_easy | acc | 0.5123 ± 0.0102 | 0 | 2376 |",
             "| arc_easy | acc | 0.6000 | 5 | 2376 |",
             "| wikitext | word_perplexity | 21.5000 |  |  |",
         ):
@@ -217,6 +224,77 @@ def test_the_memory_of_a_cache_is_that_of_its_tensors(variant: str, dtype: torch
     if any(slides):
         window = sum(held) - full
         assert cache_bytes(known, tokens=4, sliding=True) == window  # the fifth is the token that looks back
+
+
+SERVE = next(line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("vllm serve "))
+"""A command that tests/engines runs."""
+
+
+class TestCommands:
+    """What cards tell to run does run: their Python code here, their shell command by tests/engines."""
+
+    @pytest.fixture(scope="class")
+    def folders(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+        """A model of each class, and one of transformers' own that a conversion makes."""
+        work = tmp_path_factory.mktemp("cards")
+        for name in TASKS:
+            getattr(modeling_diffllama, name)(tiny_config("v2")).save_pretrained(work / name)
+            tiny_tokenizer().save_pretrained(work / name)
+        save_model(work / "transformers", transformers.DiffLlamaConfig(**SIZES))
+        tiny_tokenizer().save_pretrained(work / "transformers")
+        return {folder.name: folder for folder in work.iterdir()}
+
+    CARDS = {
+        **{f"{kind}, chat {chat}": (replace(KINDS[kind], chat=chat), "DifferentialLlamaForCausalLM")
+           for kind in KINDS for chat in (False, True) if kind != "classifier"},
+        **{name: (facts(architecture=name), name) for name in TASKS},
+        "to transformers": (facts("v1", conversion=record("transformers", format="diff_llama")), "transformers"),
+    }  # fmt: skip
+
+    @pytest.mark.parametrize("which", CARDS)
+    def test_python(self, which: str, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+        known, folder = self.CARDS[which]
+        text = model_card(known, "model", METADATA.get(which.partition(",")[0])).text
+        (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        assert "PATH_OR_REPOSITORY" in code
+        exec(code.replace("PATH_OR_REPOSITORY", str(folders[folder])), {})
+        assert bool(capsys.readouterr().out.strip()) == ("print(" in code)
+
+    @pytest.mark.parametrize("pins", [{}, {"repo": "me/model", "revision": COMMIT}], ids=["local", "on the Hub"])
+    def test_shell(self, kind: str, pins: dict[str, str]) -> None:
+        text = model_card(KINDS[kind], "model", METADATA.get(kind), **pins).text
+        words = " ".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL)).replace("\\\n", "").split()
+        if kind == "classifier":
+            assert words == []
+            return
+        run, _, _, *options = SERVE.split()
+        expected = [run, "serve", pins.get("repo", "PATH_OR_REPOSITORY"), *options[: options.index("--max-model-len")]]
+        pin = pins.get("revision")
+        assert words == [*expected, *(["--revision", pin, "--code-revision", pin] if pin else [])]
+
+    @pytest.mark.parametrize("result", ["unilm-v1", "unilm-v2"])
+    def test_other_formats_have_none(self, result: str) -> None:
+        text = model_card(facts(conversion=record(result, format="diff_llama")), "model").text
+        assert set(re.findall(r"```(\w+)", text)) == {"bibtex"}
+
+
+class TestPackage:
+    def test_no_registry_is_named_while_the_package_has_no_public_place(self, kind: str) -> None:
+        assert diffllama.PACKAGE_URL == ""
+        text = str(model_card(KINDS[kind], "model", METADATA.get(kind)))
+        assert "diffllama" in text
+        assert not re.search(r"pypi|pip install|\]\(https://[^)]*diffllama", text)
+
+    def test_a_public_place_is_linked(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cards, "PACKAGE_URL", "https://example.org/diffllama")
+        assert "[diffllama](https://example.org/diffllama)" in model_card(KINDS[kind], "model", METADATA.get(kind)).text
+
+    def test_no_text_names_a_registry(self) -> None:
+        files = subprocess.run(["git", "ls-files", "*.py", "*.md"], cwd=README.parent, capture_output=True, check=True)
+        for name in files.stdout.decode().split():
+            if name != "tests/hub_cards/test_cards.py" and (README.parent / name).is_file():
+                text = (README.parent / name).read_text(encoding="utf-8")
+                assert not re.search(r"pypi\.org/project/diffllama|pip3? install ['\"]?diffllama", text), name
 
 
 class TestMetadata:
@@ -311,6 +389,10 @@ class TestUpdate:
         text, _ = updated_card("", facts(), "model")
         windows = text.replace("\n", "\r\n")
         assert updated_card(windows, replace(facts(), parameters=54321), "model")[1] == []
+
+    def test_aliases_in_metadata_are_an_error(self) -> None:
+        with pytest.raises(ValueError, match=r"README\.md cannot be read: it has YAML aliases"):
+            updated_card("---\na: &a [x]\nb: [*a, *a]\n---\n", facts(), "model")
 
     def test_metadata_that_cannot_be_read_is_an_error(self) -> None:
         with pytest.raises(ValueError, match="model_index"):

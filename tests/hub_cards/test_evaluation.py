@@ -7,8 +7,8 @@ import pytest
 from diffllama.hub_cards.evaluation import evaluation_rows
 
 
-def result_file(path: Path, **numbers: Any) -> Path:
-    """A result file as lm-eval 0.4.13 writes it, of a 0-shot task with these numbers."""
+def result_file(path: Path, changes: dict[str, Any] | None = None, **numbers: Any) -> Path:
+    """A result file as lm-eval 0.4.13 writes it, of a 0-shot task with these numbers, and with changes."""
     path.parent.mkdir(exist_ok=True)
     settings = {"task": "arc_easy", "dataset_path": "allenai/ai2_arc", "dataset_name": "ARC-Easy", "test_split": "test"}
     content = {
@@ -17,17 +17,17 @@ def result_file(path: Path, **numbers: Any) -> Path:
         "versions": {"arc_easy": 1.0},
         "n-shot": {"arc_easy": 0},
         "higher_is_better": {"arc_easy": {"acc": True, "acc_norm": True}},
-        "n-samples": {"arc_easy": {"original": 2376, "effective": 100}},
-        "config": {"model": "hf", "limit": 100.0},
+        "n-samples": {"arc_easy": {"original": 2376, "effective": 2376}},
+        "config": {"model": "hf", "limit": None},
         "git_hash": None,
         "lm_eval_version": "0.4.13",
     }
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content | (changes or {})))
     return path
 
 
 FACTS = {
-    "shots": 0, "samples": 100, "of": 2376, "dataset": "allenai/ai2_arc", "dataset_config": "ARC-Easy",
+    "shots": 0, "samples": 2376, "dataset": "allenai/ai2_arc", "dataset_config": "ARC-Easy",
     "split": "test", "harness": "0.4.13",
 }  # fmt: skip
 NUMBERS = {"acc,none": 0.25, "acc_stderr,none": 0.04, "acc_norm,none": 0.5, "acc_norm_stderr,none": "N/A"}
@@ -59,6 +59,32 @@ def test_paths_of_a_machine_are_not_facts(tmp_path: Path) -> None:
     file = result_file(tmp_path / "r.json", **NUMBERS)
     file.write_text(file.read_text().replace("allenai/ai2_arc", "/home/me/arc"))
     assert all("dataset" not in row for row in evaluation_rows([file]))
+
+
+BUILT_IN = {"arc_easy": {"metadata": {"data_source": {"built_in": True}}}}
+NO_BENCHMARKS: dict[str, tuple[dict[str, Any], str]] = {
+    "limit": ({"config": {"limit": 100.0}}, "arc_easy was evaluated on 2376 of its 2376 samples: .*--limit"),
+    "samples": ({"n-samples": {"arc_easy": {"original": 2376, "effective": 7}}}, "7 of its 2376 samples: .*--samples"),
+    "limit, not counted": ({"config": {"limit": 8}, "n-samples": {}}, "a part of its samples"),
+    "built-in samples": ({"configs": BUILT_IN}, "built-in samples, which are made up: .*--metadata data=PATH"),
+    "a group of them": (
+        {"configs": BUILT_IN, "results": {"all": {"acc,none": 1.0}}, "group_subtasks": {"all": ["arc_easy"]}},
+        "all was evaluated on the built-in samples",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NO_BENCHMARKS)
+def test_what_is_not_the_whole_benchmark_is_refused(kind: str, tmp_path: Path) -> None:
+    changes, message = NO_BENCHMARKS[kind]
+    file = result_file(tmp_path / "results_1.json", changes, **NUMBERS)
+    with pytest.raises(ValueError, match=rf"results_1\.json: {message}" if "evaluated" in message else message):
+        evaluation_rows([file])
+
+
+def test_results_on_real_data_count(tmp_path: Path) -> None:
+    real = {"arc_easy": {"metadata": {"data_source": {"built_in": False}}}}
+    assert evaluation_rows([result_file(tmp_path / "r.json", {"configs": real}, **NUMBERS)])
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"results": {"x": 1}}', "[]"])

@@ -14,7 +14,7 @@ from diffllama import DiffLlamaForCausalLM
 pytestmark = pytest.mark.gpu
 
 needs_flash_attn = pytest.mark.skipif(
-    importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn: pip install 'diffllama[flash]'"
+    importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn: pip install '.[flash]'"
 )
 
 

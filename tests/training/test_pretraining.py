@@ -374,7 +374,7 @@ def test_what_is_missing_is_named_with_what_installs_it(monkeypatch: pytest.Monk
     for module in ("diffllama.training.pretraining", "diffllama.training.packing"):
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ModuleNotFoundError, match=r"datasets.*\. pip install 'diffllama\[train\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"datasets.*\. In a clone of diffllama: pip install '\.\[train\]'"):
         CliRunner().invoke(app, ["pretrain", "x.yaml"], catch_exceptions=False)
 
 

@@ -3,7 +3,7 @@
 """Training: what is differential about it, and pre-training by transformers' Trainer.
 
 The model needs nothing of this to be trained: `Trainer`, peft, TRL and accelerate treat it as any other. What is here
-needs `pip install 'diffllama[train]'`, each name only what it uses.
+needs `pip install '.[train]'`, each name only what it uses.
 """
 
 import importlib
