@@ -7,11 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from diffllama.hub_cards.checks import Finding, check
+    from diffllama.hub_cards.checks import check
+    from diffllama.hub_cards.findings import Finding
     from diffllama.hub_cards.hub_folder import export, write_card
     from diffllama.hub_cards.upload import push
 
-_HOMES = {"Finding": "checks", "check": "checks", "export": "hub_folder", "push": "upload", "write_card": "hub_folder"}
+_HOMES = {
+    "Finding": "findings",
+    "check": "checks",
+    "export": "hub_folder",
+    "push": "upload",
+    "write_card": "hub_folder",
+}
 
 
 def __getattr__(name: str) -> Any:

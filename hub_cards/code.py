@@ -120,6 +120,24 @@ def hub_code(folder: Path = SOURCE, auto_map: Mapping[str, str] = AUTO_MAP) -> d
     return code
 
 
+@cache
+def package_code() -> dict[str, str]:
+    """The package's own code, see `hub_code`."""
+    return hub_code()
+
+
+def is_package_code(folder: Path) -> bool:
+    """Whether a folder has the package's code, unchanged; it may have other Python files too."""
+    try:
+        return all(
+            unstamped((folder / name).read_text(encoding="utf-8"))[0] == text
+            and not (folder / name).with_suffix("").exists()
+            for name, text in package_code().items()
+        )
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
 def relative_imports(tree: ast.AST) -> dict[str, str | None]:
     """What a piece of code imports relatively, without the first dot -> what is wrong with it, if the loader fails."""
     found: dict[str, str | None] = {}
@@ -220,24 +238,24 @@ def code_licence(folder: Path) -> str:
 
 def write_code(folder: Path) -> None:
     """Writes the package's code and its licence into a folder."""
-    for name, text in hub_code().items():
+    for name, text in package_code().items():
         (folder / name).write_text(stamped(text), encoding="utf-8", newline="\n")
     (folder / code_licence(folder)).write_text(licence(), encoding="utf-8", newline="\n")
 
 
-def differences(code: Mapping[str, str]) -> list[str]:
-    """How code differs from the package's, a line for each file. Empty if it does not."""
-    ours, lines = hub_code(), []
+def differences(code: Mapping[str, str]) -> dict[str, str]:
+    """How code differs from the package's: file -> what is different. Empty if it does not."""
+    ours, different = package_code(), {}
     for name in sorted(code.keys() | ours.keys()):
         if name not in code:
-            lines.append(f"{name}: only in diffllama {__version__}")
+            different[name] = f"is missing; diffllama {__version__} has it"
             continue
         text, said = unstamped(code[name])
         if name not in ours:
-            lines.append(f"{name}: not in diffllama {__version__}")
+            different[name] = f"is not in diffllama {__version__}"
         elif text != ours[name]:
             changes = list(difflib.unified_diff(ours[name].splitlines(), text.splitlines(), n=0, lineterm=""))[2:]
             added, removed = (sum(line.startswith(sign) for line in changes) for sign in "+-")
             origin = f"from diffllama {said}" if said else "of unknown version"
-            lines.append(f"{name} ({origin}) is not that of diffllama {__version__}: +{added} -{removed} lines")
-    return lines
+            different[name] = f"is not that of diffllama {__version__} but {origin}: +{added} -{removed} lines"
+    return different

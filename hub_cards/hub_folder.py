@@ -18,9 +18,11 @@ from diffllama.conversion.transformers_models import TransformersSource, expecte
 from diffllama.conversion.weight_map import Step, check_tensors, lines
 from diffllama.files import replace_file
 from diffllama.hub_cards.cards import CARD, TASKS, Facts, read_card, settled_card, updated_card, written_by_hand
-from diffllama.hub_cards.checks import HIDDEN_CODE, Finding, FolderError, architecture_of, check
+from diffllama.hub_cards.checks import check
 from diffllama.hub_cards.code import code_licence, write_code
 from diffllama.hub_cards.evaluation import evaluation_rows
+from diffllama.hub_cards.findings import Finding, FolderError, check_arguments, errors
+from diffllama.hub_cards.inspection import HIDDEN_CODE, architecture_of
 from diffllama.hub_cards.texts import as_json, forget_places, read_json, write_json
 from diffllama.hub_cards.training import training_record
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
@@ -32,6 +34,7 @@ def export(
     *,
     metadata: Mapping[str, Any] | None = None,
     results: Iterable[str | os.PathLike[str]] = (),
+    allow: Sequence[str] = (),
     overwrite: bool = False,
     max_shard_size: int | str = "5GB",
     progress: Progress | None = None,
@@ -49,6 +52,7 @@ def export(
         dest: the folder to make.
         metadata: for the card, see `write_card`.
         results: for the card, see `write_card`.
+        allow: see `check`.
         overwrite: whether a `dest` that exists is replaced, if it is a model folder.
         max_shard_size: bytes, or a text like "5GB".
         progress: called with the number of bytes written and their total.
@@ -66,6 +70,7 @@ def export(
         OSError: the disk is too small.
     """
     src, dest = Path(os.path.abspath(src)), Path(os.path.abspath(dest))
+    check_arguments(src, allow)
     check_apart(src, dest)
     check_free(dest, overwrite)
     opened = TransformersSource(src, (DiffLlamaConfig.model_type,))
@@ -103,8 +108,8 @@ def export(
             GenerationConfig.from_model_config(config).save_pretrained(folder)
         write_code(folder)
         (folder / CARD).write_text(card, encoding="utf-8", newline="\n")
-        findings = check(folder)
-        if wrong := [str(finding) for finding in findings if finding.wrong]:
+        findings = check(folder, allow=allow)
+        if wrong := errors(findings):
             raise FolderError(lines(f"{src} cannot become a Hub folder", wrong))
     if show is not None:
         show(findings)
@@ -185,6 +190,7 @@ def write_card(
         FileNotFoundError: the folder has no configuration or no weights, or there are no results.
         ValueError: the folder is no model of ours, or a file cannot be read.
     """
+    check_arguments(folder)
     folder, results = Path(os.path.abspath(folder)), list(results)
     facts = folder_facts(folder, results)
     card = folder / CARD

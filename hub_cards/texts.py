@@ -4,39 +4,45 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 
-SECRETS = {
-    "a Hugging Face token": r"\bhf_[A-Za-z0-9]{20,}",
-    "an API key": r"\bsk-[A-Za-z0-9_-]{20,}",
-    "a GitHub token": r"\b(?:gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,})",
-    "an AWS key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
-    "a Google key": r"\bAIza[0-9A-Za-z_-]{35}",
-    "a Slack token": r"\bxox[abprs]-[0-9A-Za-z-]{10,}",
-    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
-}
-"""What secrets look like that must not be published."""
-
-SECRET_NAMES = re.compile(r"(?i)(?:(?:hub|hf|auth|access|api)_?token|api_?key|secret(?:_?key)?|password|passwd)$")
-"""Names of JSON fields whose values are secrets."""
-
 PLACES = re.compile(
-    r"(?<![\w/.])/(?:home|Users|root|tmp|mnt|media|scratch|workspace)/[\w.-]|file:///|[A-Za-z]:\\(?:Users|home)\\"
+    r"(?<![\w/.])/(?:home|Users|Volumes|root|tmp|mnt|media|scratch|workspace|content/drive|kaggle)/[\w.-]|file:///"
+    r"|(?<![A-Za-z])[A-Za-z]:[\\/]+(?:Users|home)[\\/]"
 )
 """Beginnings of paths on somebody's machine, within a text."""
 
+ROOTS = re.compile(
+    r"cluster|content|data(?:sets?|\d+)?|dev|efs|etc|fsx|gpfs|home|kaggle|lustre|media|mnt|net|nfs|opt|private|projects?|"
+    r"root|scratch|shared|srv|storage|tmp|Users|usr|var|Volumes|work(?:space)?"
+)
+"""Top folders of machines: a path from another one may be that of a URL, such as /v1/chat/completions."""
 
-def load_json(data: bytes) -> Any:
-    """What a JSON file says. Raises `ValueError` if it is none; NaN and infinity are none."""
+PATH_NAMES = re.compile(r"(?i)(?:path|file|dir|folder)$")
+"""Names of JSON fields whose values are paths."""
+
+
+def load_json(data: bytes, unique: bool = False) -> Any:
+    """What a JSON file says. Raises `ValueError` if it is none; NaN and infinity are none.
+
+    With `unique`, an object with the same key twice is none either: programs differ in which value they take.
+    """
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is no number in JSON")
 
+    def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        counts = Counter(name for name, _ in pairs)
+        if repeated := [name for name, count in counts.items() if count > 1]:
+            raise ValueError(f"`{repeated[0]}` is there {counts[repeated[0]]} times")
+        return dict(pairs)
+
     try:
-        return json.loads(data, parse_constant=refuse)
+        return json.loads(data, parse_constant=refuse, object_pairs_hook=unique_keys if unique else None)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
@@ -74,28 +80,36 @@ def strings(content: Any, where: str = "") -> Iterator[tuple[str, str]]:
             yield from strings(value, f"{where}[{i}]")
 
 
+def words(content: Any) -> Iterator[str]:
+    """All texts in a JSON value, and the names of its fields."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict):
+        yield from content
+        yield from words(list(content.values()))
+    elif isinstance(content, list):
+        for value in content:
+            yield from words(value)
+
+
 def forget_places(content: Any) -> Any:
     """A JSON value without the fields that hold nothing but a path of a machine."""
     if isinstance(content, dict):
-        return {name: forget_places(value) for name, value in content.items() if not is_absolute_path(value)}
+        return {name: forget_places(value) for name, value in content.items() if not is_absolute_path(value, name)}
     return [forget_places(value) for value in content] if isinstance(content, list) else content
 
 
-def secrets(text: str) -> list[str]:
-    """The secrets in a text, by what they are and how they begin."""
-    found = ((what, re.search(pattern, text)) for what, pattern in SECRETS.items())
-    return [f"{what} ({match[0][:6]}…)" for what, match in found if match]
-
-
-def is_absolute_path(value: Any) -> bool:
-    """Whether a value is nothing but an absolute path of more than one part."""
+def is_absolute_path(value: Any, name: str = "") -> bool:
+    """Whether a value is nothing but an absolute path on a machine; `name` is that of its field, if it has one."""
     if not isinstance(value, str) or "\n" in value or not 3 < len(value) < 4096:
         return False
-    windows = PureWindowsPath(value)
-    posix = PurePosixPath(value)
-    return (posix.is_absolute() and len(posix.parts) > 2) or (bool(windows.drive) and bool(windows.root))
+    windows, posix = PureWindowsPath(value), PurePosixPath(value)
+    if windows.drive and windows.root:
+        return True
+    is_path = posix.is_absolute() and len(posix.parts) > 2
+    return is_path and bool(ROOTS.fullmatch(posix.parts[1]) or PATH_NAMES.search(name))
 
 
-def has_place(value: Any) -> bool:
-    """Whether a value is a text with a path of a machine in it."""
-    return isinstance(value, str) and (is_absolute_path(value) or PLACES.search(value) is not None)
+def has_place(value: Any, name: str = "") -> bool:
+    """Whether a value is a text with a path of a machine in it; `name` is that of its field, if it has one."""
+    return isinstance(value, str) and (is_absolute_path(value, name) or PLACES.search(value) is not None)

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
-from transformers import SchedulerType
-from transformers.training_args import OptimizerNames
 
 from diffllama.hub_cards.texts import read_json
 
@@ -42,8 +40,20 @@ ARGUMENTS = (
 STATE = ("global_step", "epoch", "train_batch_size", "num_input_tokens_seen", "total_flos")
 """What the Trainer counted."""
 
-ENUMERATIONS = (SchedulerType, OptimizerNames)
-"""Kinds of arguments that are enumerations."""
+MEMBERS = {
+    "ADAMW_BNB": "adamw_bnb_8bit",
+    "LION": "lion_32bit",
+    "PAGED_ADAMW": "paged_adamw_32bit",
+    "PAGED_ADEMAMIX": "paged_ademamix_32bit",
+    "PAGED_LION": "paged_lion_32bit",
+    "REDUCE_ON_PLATEAU": "reduce_lr_on_plateau",
+    "RMSPROP_8BIT": "rmsprop_bnb_8bit",
+    "RMSPROP_32BIT": "rmsprop_bnb_32bit",
+}
+"""Members of transformers' `SchedulerType` and `OptimizerNames` whose values are not their names in lower case.
+
+Importing these enumerations would import peft, bitsandbytes and accelerate, which takes seconds.
+"""
 
 
 class Inert:
@@ -56,7 +66,7 @@ class Inert:
     def __new__(cls, *args: Any) -> Any:
         """The only argument, the value of the member that two arguments name, or a new object."""
         if len(args) == 2 and args[0] is cls:
-            return next((kind[args[1]].value for kind in ENUMERATIONS if args[1] in kind.__members__), args[1])
+            return MEMBERS.get(args[1], args[1].lower())
         return args[0] if len(args) == 1 else super().__new__(cls)
 
 

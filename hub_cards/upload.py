@@ -5,7 +5,7 @@
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -34,9 +34,11 @@ from diffllama.hub_cards.cards import (
     settled_card,
     updated_card,
 )
-from diffllama.hub_cards.checks import Finding, FolderError, check, check_code, check_files, sent_files
+from diffllama.hub_cards.checks import check, check_code
 from diffllama.hub_cards.code import current_name, hub_code
+from diffllama.hub_cards.findings import Finding, FolderError, check_arguments, errors
 from diffllama.hub_cards.hub_folder import folder_facts
+from diffllama.hub_cards.model_files import sent_files
 from diffllama.hub_cards.texts import as_json
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
 
@@ -97,6 +99,7 @@ def push(
     code_only: bool = False,
     create_pr: bool = False,
     replace_card: bool = False,
+    allow: Sequence[str] = (),
     show: Callable[[Shipment], None] | None = None,
 ) -> Arrival:
     """Sends a folder with a model of ours to the Hub, after `check` found nothing wrong with it.
@@ -112,6 +115,7 @@ def push(
         code_only: whether only the code goes to a model that exists; `folder` need not have more than that.
         create_pr: whether it becomes a pull request to the main branch.
         replace_card: whether the folder's card replaces the one on the Hub.
+        allow: see `check`.
         show: called with what is about to be sent.
 
     Raises:
@@ -121,15 +125,10 @@ def push(
         PermissionError: there is no token.
         huggingface_hub.errors.HfHubHTTPError: the Hub refuses, also because somebody else has pushed meanwhile.
     """
+    check_arguments(folder, allow, repo, revision, create_pr)
     folder = Path(os.path.abspath(folder))
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
-        raise ValueError(f"The repository must be `owner/name`, got {repo!r}.")
-    if create_pr and revision is not None:
-        raise ValueError(f"A pull request goes to the main branch: leave out `create_pr` or `revision` ({revision!r}).")
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder. Name a folder with a model.")
-    findings = check_sent_code(folder) if code_only else check(folder)
-    if wrong := [str(finding) for finding in findings if finding.wrong]:
+    findings = check_code(folder, allow=allow) if code_only else check(folder, allow=allow)
+    if wrong := errors(findings):
         raise FolderError(lines(f"{folder} is not sent", wrong))
     if get_token() is None:
         raise PermissionError("There is no token for the Hub. Run `hf auth login`, or set HF_TOKEN.")
@@ -192,14 +191,6 @@ def push(
         opens = create_pr and files_commit.pr_url is None
         last = remote.commit([CommitOperationAdd(CARD, text.encode())], f"Pin the card's code to {pin[:8]}", opens)
     return Arrival(files_commit.pr_url or last.pr_url or last.commit_url, pin, last.oid != remote.found)
-
-
-def check_sent_code(folder: Path) -> list[Finding]:
-    """What `check` says of a folder's code alone."""
-    findings = list(check_code(folder))
-    if any(finding.wrong for finding in findings):
-        return findings
-    return [*check_files(folder, [folder / name for name in hub_code(folder)]), *findings]
 
 
 class Remote:

@@ -20,11 +20,10 @@ RAN = "code of the folder ran"
 # --- the page itself ------------------------------------------------------------------------------------------------
 
 
-def test_it_names_every_file_that_runs_and_its_length() -> None:
-    rows = re.findall(r"^\| `(\w+\.py)` \| (\d+) \|", TEXT, re.MULTILINE)
+def test_it_names_every_file_that_runs() -> None:
+    rows = re.findall(r"^\| `(\w+\.py)` \|", TEXT, re.MULTILINE)
     files = [f for f in Path(modeling_diff.__file__).parent.glob("*.py") if f.name != "__init__.py"]
-    assert {name: int(lines) for name, lines in rows} == {f.name: len(f.read_text().splitlines()) for f in files}
-    assert f"these {sum(int(lines) for _, lines in rows)} lines are all" in TEXT
+    assert sorted(rows) == sorted(f.name for f in files)
 
 
 def test_files_that_it_cites_exist() -> None:

@@ -22,14 +22,15 @@ from diffllama.choices import TARGETS, DType, Pairing, Source, Variant, check_co
 from diffllama.evaluation.commands import ProbeGroup
 from diffllama.extras import needs
 from diffllama.files import locate
+from diffllama.hub_cards.findings import check_arguments
 
 
 if TYPE_CHECKING:
-    from diffllama.hub_cards.checks import Finding
+    from diffllama.hub_cards.findings import Finding
     from diffllama.hub_cards.upload import Shipment
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-err = Console(stderr=True, soft_wrap=True, highlight=False)
+err = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)  # README.md:secret: is no emoji
 
 
 def show_version(value: bool) -> None:
@@ -167,6 +168,10 @@ Language = Annotated[list[str] | None, typer.Option("--language", help="Of its t
 Results = Annotated[
     list[Path] | None, typer.Option("--results", help="Result file of lm-eval, or a folder with some. May be repeated.")
 ]
+Allow = Annotated[
+    list[str] | None,
+    typer.Option("--allow", metavar="FILE:RULE", help="Accept what `check` finds so named. May be repeated."),
+]
 
 
 def told(
@@ -191,6 +196,7 @@ def export(
     dataset: Dataset = None,
     language: Language = None,
     results: Results = None,
+    allow: Allow = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DEST if it is a model folder.")] = False,
     max_shard_size: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",
 ) -> None:
@@ -199,6 +205,7 @@ def export(
     DEST gets the model's code, so that it loads anywhere with trust_remote_code=True, and a card. It appears complete
     and checked, or not at all.
     """
+    check_arguments(src, allow or ())
     err.print(f"Reading {src}", markup=False)
     from diffllama.hub_cards import export as run  # takes seconds to import
 
@@ -209,6 +216,7 @@ def export(
             dest,
             metadata=told(licence, base_model, dataset, language),
             results=results or (),
+            allow=allow or (),
             overwrite=overwrite,
             max_shard_size=max_shard_size,
             progress=show,
@@ -231,7 +239,8 @@ def card(
 
     What somebody wrote into the card stays, also in the sections that this command writes.
     """
-    from diffllama.hub_cards import write_card
+    check_arguments(folder)
+    from diffllama.hub_cards import write_card  # takes seconds to import
 
     for name in write_card(folder, metadata=told(licence, base_model, dataset, language), results=results or ()):
         err.print(f"Left as it is, for it was edited: the section {name}", markup=False)
@@ -239,17 +248,21 @@ def card(
 
 
 @app.command()
-def check(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with a model of ours.")]) -> None:
-    """Check a folder before it is published. Nothing in it is run.
+def check(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with a model of ours.")], allow: Allow = None
+) -> None:
+    """Check a folder before it is published. No code in it is run.
 
-    Every file loads, the code is this package's or it is said how it differs, the weights are those that the
-    configuration asks for, and there are no pickles, secrets or paths of this machine.
+    Every file is one that a model folder consists of, and loads; the code is this package's; the weights are finite and
+    those that the configuration asks for; there are no pickles, programs, secrets or paths of this machine. Each line
+    begins with FILE:RULE, which --allow takes.
     """
-    from diffllama.hub_cards import check as run
+    check_arguments(folder, allow or ())
+    from diffllama.hub_cards import check as run  # takes seconds to import
 
-    findings = run(folder)
+    findings = run(folder, allow=allow or ())
     show_findings(findings)
-    wrong = sum(finding.wrong for finding in findings)
+    wrong = sum(finding.severity == "error" for finding in findings)
     if wrong:
         err.print(f"[red]Not fit to be published[/red]: {wrong} wrong")
         raise typer.Exit(1)
@@ -258,8 +271,8 @@ def check(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder wit
 
 def show_findings(findings: "list[Finding]") -> None:
     """Prints what `check` found, a line each."""
-    for finding in sorted(findings, key=lambda finding: not finding.wrong):
-        err.print("[red]wrong[/red] " if finding.wrong else "note  ", end="")
+    for finding in sorted(findings, key=lambda finding: finding.severity):
+        err.print("[red]error[/red] " if finding.severity == "error" else "note  ", end="")
         err.print(str(finding), markup=False)
 
 
@@ -276,9 +289,11 @@ def push(
     replace_card: Annotated[
         bool, typer.Option("--replace-card", help="Lose what people wrote into the card on the Hub.")
     ] = False,
+    allow: Allow = None,
 ) -> None:
     """Check a folder and send it to the Hub. Repeated, a push that broke off goes on."""
-    from diffllama.hub_cards import push as run
+    check_arguments(folder, allow or (), repo, revision, create_pr)
+    from diffllama.hub_cards import push as run  # takes seconds to import
 
     def show(shipment: "Shipment") -> None:
         show_findings(shipment.findings)
@@ -300,6 +315,7 @@ def push(
         code_only=code_only,
         create_pr=create_pr,
         replace_card=replace_card,
+        allow=allow or (),
         show=show,
     )
     err.print(f"{'Sent' if done.changed else 'Nothing was new'}: {done.url}", markup=False)

@@ -11,7 +11,10 @@ from tiny import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer, with_earli
 
 from diffllama import DiffLlamaForSequenceClassification, __version__
 from diffllama.hub_cards import check, export
-from diffllama.hub_cards.texts import is_absolute_path, secrets
+from diffllama.hub_cards.findings import Finding
+from diffllama.hub_cards.inspection import inspect
+from diffllama.hub_cards.secrets import secrets
+from diffllama.hub_cards.texts import is_absolute_path
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
 
 
@@ -37,14 +40,15 @@ def edit(path: Path, change: Callable[[dict], None]) -> None:
     path.write_text(json.dumps(content))
 
 
-def findings(folder: Path, wrong: bool = True) -> list[str]:
+def findings(folder: Path, severity: str = "error") -> list[str]:
     """What is wrong (or else, good to know)."""
-    return [str(finding) for finding in check(folder) if finding.wrong == wrong]
+    found = (finding for finding in inspect(folder) if isinstance(finding, Finding))  # without a process of its own
+    return [f"{finding.file}: {finding.message}" for finding in dict.fromkeys(found) if finding.severity == severity]
 
 
-def the_only(folder: Path, wrong: bool = True) -> str:
-    (finding,) = findings(folder, wrong)
-    assert findings(folder, not wrong) == []
+def the_only(folder: Path, severity: str = "error") -> str:
+    (finding,) = findings(folder, severity)
+    assert findings(folder, "note" if severity == "error" else "error") == []
     return finding
 
 
@@ -57,7 +61,7 @@ def test_an_exported_folder_is_faultless(good: Path) -> None:
 def test_what_save_pretrained_leaves_loads_and_lacks_tokenizer_card_and_licence(variant: str, tmp_path: Path) -> None:
     tiny_model(variant).save_pretrained(tmp_path)
     assert findings(tmp_path) == []
-    assert [finding.split(":")[0] for finding in findings(tmp_path, wrong=False)] == [
+    assert [finding.split(":")[0] for finding in findings(tmp_path, severity="note")] == [
         "tokenizer.json",
         "LICENSE",
         "README.md",
@@ -85,14 +89,14 @@ class TestFiles:
         (folder / "training_args.bin").write_text("anything")
         (folder / "harmless.model").write_bytes(pickle.dumps({}))
         (folder / "old.dat").write_bytes(b"cos\nsystem\n(S'echo'\ntR.")
-        (folder / "native.SO").touch()
+        (folder / "native.so").write_bytes(b"\x7fELF")
         torch.save({}, folder / "notes")
         assert [finding.split(",")[0] for finding in findings(folder)] == [
-            "harmless.model: is a pickle or a program",
-            "native.SO: is a pickle or a program",
-            "notes: is a pickle or a program",
-            "old.dat: is a pickle or a program",
-            "training_args.bin: is a pickle or a program",
+            "harmless.model: is not part of a model folder",
+            "native.so: is a program (ELF)",
+            "notes: is an archive or compressed (zip)",
+            "old.dat: is a pickle",
+            "training_args.bin: is a pickle or may be one",
         ]
 
     def test_a_checkpoint_below_is_looked_into_and_hidden_files_are_not(self, folder: Path) -> None:
@@ -123,14 +127,15 @@ class TestFiles:
     def test_secrets_and_paths_are_found_and_not_shown(self, name: str, text: str, message: str, folder: Path) -> None:
         with (folder / name).open("a") as file:
             file.write(text)
-        found = findings(folder)
+        others = ("is not part of a model folder", "belongs to none of the model's classes")
+        found = [line for line in findings(folder) if not line.endswith(others)]
         assert len(found) == 1
         assert found[0].startswith(message)
         assert "wxyz" not in found[0]
 
     @pytest.mark.parametrize("text", ["</s>", "/think", "//", "https://a.org/home/me", "and/or/not", "a: b\\n", ""])
     def test_other_texts_are_no_paths_and_no_secrets(self, text: str, folder: Path) -> None:
-        (folder / "a.json").write_text(json.dumps({"bos_token": text}))
+        (folder / "training.json").write_text(json.dumps({"bos_token": text}))
         assert check(folder) == []
         assert not is_absolute_path(text)
         assert secrets(text) == []
@@ -160,16 +165,18 @@ class TestFiles:
 
 
 class TestCode:
-    def test_how_it_differs_is_good_to_know(self, folder: Path) -> None:
+    def test_code_that_differs_is_wrong_unless_it_is_allowed(self, folder: Path) -> None:
         with (folder / "differential_attention.py").open("a") as file:
             file.write("x = 1\n")
         (folder / "handler.py").write_text("import flask\n")
-        assert findings(folder) == []
-        assert [line.split(" (")[0] for line in findings(folder, wrong=False)] == [
-            "differential_attention.py",
-            "handler.py: belongs to none of the model's classes",
-        ]
-        assert f"is not that of diffllama {__version__}: +1 -0 lines" in findings(folder, wrong=False)[0]
+        differs, other = findings(folder)
+        assert differs.startswith(
+            f"differential_attention.py: is not that of diffllama {__version__} but from diffllama"
+        )
+        assert ": +1 -0 lines. `diffllama export` writes the package's code" in differs
+        assert other == "handler.py: belongs to none of the model's classes"
+        allow = ["differential_attention.py:code-differs", "handler.py:other-code"]
+        assert {finding.severity for finding in check(folder, allow=allow)} == {"note"}
 
     def test_what_the_loader_cannot_follow_is_wrong(self, folder: Path) -> None:
         (folder / "differential_attention.py").write_text("from diffllama import x\nfrom ..y import z\n")
@@ -207,10 +214,9 @@ class TestConfiguration:
     @pytest.mark.parametrize("code", [True, False], ids=["earlier code", "today's code"])
     def test_earlier_names_of_classes_are_good_to_know(self, code: bool, folder: Path) -> None:
         with_earlier_names(folder, code=code)
-        assert findings(folder) == []
-        known = findings(folder, wrong=False)
-        assert len(known) == 1 + code
-        assert known[-1].startswith("config.json: `architectures` or `auto_map` has earlier names of our classes")
+        assert [line.partition(":")[0] for line in findings(folder)] == ["modeling_diffllama.py"] * code
+        (known,) = findings(folder, severity="note")
+        assert known.startswith("config.json: `architectures` or `auto_map` has earlier names of our classes")
         assert check(export(folder, folder.parent / "renamed")) == []
 
     def test_earlier_code_under_todays_names_is_wrong(self, folder: Path) -> None:
@@ -227,8 +233,11 @@ class TestConfiguration:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"_attn_implementation": "evil/kernel"}, "`_attn_implementation` makes transformers run more"),
-            ({"custom_pipelines": {"x": {"impl": "evil.P"}}}, "`custom_pipelines` makes transformers run more"),
+            ({"_attn_implementation": "evil/kernel"}, "`_attn_implementation` makes transformers run more: remove it"),
+            (
+                {"custom_pipelines": {"x": {"impl": "evil.P"}}},
+                "`custom_pipelines` makes transformers run more: remove it",
+            ),
             (
                 {"auto_map": AUTO_MAP | {"AutoModelForMaskedLM": "a.B"}},
                 "`auto_map` must not have AutoModelForMaskedLM, got 'a.B'",
@@ -277,21 +286,21 @@ class TestWeights:
         assert found[0] == f"{index.name}: does not say where these tensors are: {moved[0]}"
         assert found[1].startswith(f"{index.name}: `total_size` must be ")
 
-    def test_other_weights_and_dtypes_are_good_to_know(self, folder: Path) -> None:
+    def test_other_weights_are_wrong_and_other_dtypes_good_to_know(self, folder: Path) -> None:
         save_file({"x": torch.zeros(1)}, folder / "adapter.safetensors")
         edit(folder / "config.json", lambda config: config.update(dtype="bfloat16"))
-        assert findings(folder) == []
-        assert findings(folder, wrong=False) == [
-            "adapter.safetensors: is not among the model's weights",
+        assert findings(folder) == ["adapter.safetensors: is not part of a model folder"]
+        assert findings(folder, severity="note") == [
             "model.safetensors.index.json: has torch.float32, and `dtype` in config.json is torch.bfloat16",
         ]
 
-    def test_pickled_weights_are_wrong_and_nothing_else_is(self, tmp_path: Path) -> None:
+    def test_pickled_weights_are_wrong(self, tmp_path: Path) -> None:
         tiny_model().save_pretrained(tmp_path)
         torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
         (tmp_path / "model.safetensors").unlink()
-        (found,) = findings(tmp_path)
-        assert found.startswith("pytorch_model.bin: is a pickle")
+        pickled, missing = findings(tmp_path)
+        assert pickled.startswith("pytorch_model.bin: is a pickle")
+        assert missing.startswith("model.safetensors: is not there")
 
 
 class TestTokenizerAndGeneration:
@@ -311,18 +320,18 @@ class TestTokenizerAndGeneration:
 
     def test_settings_must_load_and_should_not_contradict_each_other(self, folder: Path) -> None:
         edit(folder / "generation_config.json", lambda c: c.update(do_sample=False, temperature=0.5))
-        assert the_only(folder, wrong=False).startswith("generation_config.json: GenerationConfig is invalid")
+        assert the_only(folder, severity="note").startswith("generation_config.json: GenerationConfig is invalid")
         edit(folder / "generation_config.json", lambda c: c.update(max_new_tokens="many"))
         assert the_only(folder).startswith("generation_config.json: ")
         (folder / "generation_config.json").unlink()
-        assert the_only(folder, wrong=False) == "generation_config.json: is not there"
+        assert the_only(folder, severity="note") == "generation_config.json: is not there"
 
 
 def test_a_card_without_readable_metadata_is_wrong_and_without_a_licence_good_to_know(folder: Path) -> None:
     card = folder / "README.md"
     text = card.read_text()
     card.write_text(text.replace("license: mit\n", ""))
-    assert the_only(folder, wrong=False).startswith("README.md: names no licence")
+    assert the_only(folder, severity="note").startswith("README.md: names no licence")
     card.write_text(text.replace("license: mit\n", "license: [\n"))
     assert the_only(folder).startswith(
         "README.md: cannot be read: ValueError: The metadata of README.md cannot be read"

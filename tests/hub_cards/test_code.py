@@ -157,7 +157,7 @@ class TestFolder:
         assert {file.name for file in tmp_path.iterdir()} == {*hub_code(), "LICENSE"}
         assert "Apache License" in (tmp_path / "LICENSE").read_text()
         assert all((tmp_path / name).read_text().startswith("# Copyright") for name in hub_code())
-        assert differences(hub_code(tmp_path)) == []
+        assert differences(hub_code(tmp_path)) == {}
 
     def test_another_licence_of_the_model_stays(self, tmp_path: Path) -> None:
         (tmp_path / "LICENSE").write_text("Only for llamas.")
@@ -169,14 +169,15 @@ class TestFolder:
     def test_differences_are_told_by_file_and_origin(self, tmp_path: Path) -> None:
         ours = {name: stamped(text) for name, text in hub_code().items()}
         name = "differential_attention.py"
-        assert differences(ours) == []
-        assert differences(hub_code()) == []
+        assert differences(ours) == {}
+        assert differences(hub_code()) == {}
         changed = ours[name].replace("import torch\n", "import torch\nimport os\n", 1).rstrip().rsplit("\n", 1)[0]
-        (line,) = differences(ours | {name: changed})
-        assert line.startswith(f"{name} (from diffllama {__version__}")
-        assert line.endswith(f"is not that of diffllama {__version__}: +1 -1 lines")
+        (told,) = differences(ours | {name: changed}).items()
+        assert told[0] == name
+        assert told[1].startswith(f"is not that of diffllama {__version__} but from diffllama {__version__}")
+        assert told[1].endswith(": +1 -1 lines")
         del ours[name]
-        assert differences(ours | {"extra.py": ""}) == [
-            f"{name}: only in diffllama {__version__}",
-            f"extra.py: not in diffllama {__version__}",
-        ]
+        assert differences(ours | {"extra.py": ""}) == {
+            name: f"is missing; diffllama {__version__} has it",
+            "extra.py": f"is not in diffllama {__version__}",
+        }

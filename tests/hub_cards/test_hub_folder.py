@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 from diffllama import DiffLlamaForSequenceClassification, convert
 from diffllama.conversion import CheckpointError
 from diffllama.hub_cards import check, export, write_card
-from diffllama.hub_cards.checks import FolderError
 from diffllama.hub_cards.code import hub_code, unstamped
+from diffllama.hub_cards.findings import Finding, FolderError, errors
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
 
 
@@ -61,6 +61,15 @@ def train(model: PreTrainedModel, folder: Path) -> Trainer:
 def add_tensor(file: Path) -> None:
     """Adds a tensor to a file of weights."""
     save_file(load_file(file) | {"x": torch.zeros(2)}, file)
+
+
+def edit(folder: Path, **fields: Any) -> None:
+    """Sets fields in a folder's config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+ALIASES = "a: &a [x, x]\nb: [*a, *a]\n"
 
 
 def logits_of(model: PreTrainedModel) -> torch.Tensor:
@@ -132,7 +141,7 @@ class TestOrigins:
             "tokenizer_config.json",
         }
         assert [str(finding) for finding in check(folder)] == [
-            "README.md: names no licence: `diffllama card --license` does"
+            "README.md:licence: names no licence: `diffllama card --license` does"
         ]
         config = json.loads((folder / "config.json").read_text())
         assert config["auto_map"] == AUTO_MAP
@@ -195,7 +204,7 @@ def test_code_and_auto_map_of_another_repository_are_replaced(source: Path, tmp_
     config["auto_map"] = {name: f"alice/model--{reference}" for name, reference in AUTO_MAP.items()}
     (source / "config.json").write_text(json.dumps(config))
     (source / "modeling_diffllama.py").write_text("raise SystemExit('old code')\n")
-    assert [finding.wrong for finding in check(export(source, tmp_path / "dest"))] == [False]
+    assert [finding.severity for finding in check(export(source, tmp_path / "dest"))] == ["note"]
 
 
 def test_places_on_this_machine_are_forgotten(source: Path, tmp_path: Path) -> None:
@@ -284,7 +293,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("spoil", "error", "message"),
         [
-            (lambda src: shutil.rmtree(src), FileNotFoundError, "src does not exist"),
+            (lambda src: shutil.rmtree(src), FileNotFoundError, "src is no folder"),
             (lambda src: (src / "config.json").unlink(), FileNotFoundError, "has no config.json"),
             (lambda src: (src / "model.safetensors").unlink(), FileNotFoundError, "has no weights"),
             (lambda src: (src / "model.safetensors").write_bytes(b"x" * 9), CheckpointError, "cannot be read"),
@@ -292,6 +301,8 @@ class TestRefusals:
             (lambda src: (src / "tokenizer.json").write_text("{}"), ValueError, "The tokenizer in .* does not load"),
             (lambda src: (src / "adapter_config.json").write_text("{}"), ValueError, "an adapter beside its model"),
             (lambda src: (src / "NOTICE").symlink_to("/etc/hostname"), ValueError, "NOTICE is a link out of"),
+            (lambda src: edit(src, transformers_weights="other.safetensors"), ValueError, "load other weights"),
+            (lambda src: (src / "README.md").write_text(f"---\n{ALIASES}---\n"), ValueError, "YAML aliases"),
             (lambda src: (src / "README.md").write_bytes(b"\xff"), ValueError, r"README\.md is no text in UTF-8"),
             (lambda src: (src / "evaluation.json").write_text('{"results": [1]}'), ValueError, "No card can be made"),
             (lambda src: (src / "conversion.json").write_text("[]"), ValueError, r"conversion\.json must be"),
@@ -303,11 +314,12 @@ class TestRefusals:
             (
                 lambda src: (src / "README.md").write_text("hf_abcdefghijklmnopqrstuvwxyz"),
                 FolderError,
-                "README.md: holds a Hugging Face token",
+                "README.md:secret: holds a Hugging Face token",
             ),
         ],
         ids=[
-            *("nothing", "no config", "no weights", "cut off", "state", "tokenizer", "adapter", "link", "bytes"),
+            *("nothing", "no config", "no weights", "cut off", "state", "tokenizer", "adapter", "link"),
+            *("other weights", "aliases", "bytes"),
             *("rows", "list", "extra weight", "secret"),
         ],
     )  # fmt: skip
@@ -346,7 +358,7 @@ class TestWriteCard:
         assert {"license": "mit", "language": "en"}.items() <= ModelCard(text).data.to_dict().items()
         assert write_card(folder) == []
         assert card.read_text() == text
-        assert [str(finding) for finding in check(folder) if finding.wrong] == []
+        assert errors(check(folder)) == []
 
     def test_a_failure_changes_nothing(self, source: Path, tmp_path: Path) -> None:
         (tmp_path / "results_1.json").write_text("{}")
@@ -362,3 +374,30 @@ class TestWriteCard:
     def test_it_needs_a_model(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match=r"config\.json"):
             write_card(tmp_path)
+
+
+def test_what_is_found_can_be_allowed(source: Path, tmp_path: Path) -> None:
+    (source / "README.md").write_text("# Logs are in /home/me/logs\n")
+    with pytest.raises(FolderError, match=r"README\.md:path: holds a path of a machine"):
+        export(source, tmp_path / "dest")
+    shown: list[Finding] = []
+    export(source, tmp_path / "dest", allow=["README.md:path"], show=shown.extend)
+    assert any(str(finding).endswith("'/home/me/logs' (allowed)") for finding in shown)
+
+
+IMPORTED = """
+import sys
+from pathlib import Path
+from diffllama.hub_cards import push, write_card
+from diffllama.hub_cards.inspection import inspect
+list(inspect(Path("folder")))
+write_card("folder")
+facts["imported"] = sorted({"peft", "bitsandbytes"} & set(sys.modules))
+"""
+
+
+def test_check_card_and_push_import_neither_peft_nor_bitsandbytes(source: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "folder")
+    torch.save(TrainingArguments("x", use_cpu=True, report_to=[]), tmp_path / "folder" / "training_args.bin")
+    assert fresh.run(IMPORTED, environment=os.environ, cwd=tmp_path)[0] == {"imported": []}
+    assert (tmp_path / "folder" / "README.md").is_file()

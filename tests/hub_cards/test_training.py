@@ -9,8 +9,9 @@ import pytest
 import torch
 from tiny import tiny_model
 from transformers import SchedulerType, Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
 
-from diffllama.hub_cards.training import training_record, training_rows
+from diffllama.hub_cards.training import Inert, training_record, training_rows
 
 
 class Hostile:
@@ -77,6 +78,12 @@ def test_enumerations_are_read_as_every_python_pickles_them(tmp_path: Path) -> N
         record = training_record(tmp_path)
         assert record is not None
         assert record["arguments"]["lr_scheduler_type"] == "reduce_lr_on_plateau"
+
+
+def test_every_member_of_an_enumeration_has_its_value() -> None:
+    for kind in (SchedulerType, OptimizerNames):
+        for name, member in kind.__members__.items():
+            assert Inert(Inert, name) == member.value
 
 
 def test_what_save_model_leaves_tells_arguments_alone(trained: Path) -> None:

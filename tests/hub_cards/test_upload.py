@@ -12,7 +12,7 @@ from tiny import tiny_model, tiny_tokenizer, with_earlier_names
 
 from diffllama.hub_cards import code, export, push, upload
 from diffllama.hub_cards.cards import pinned_revision
-from diffllama.hub_cards.checks import FolderError
+from diffllama.hub_cards.findings import FolderError
 from diffllama.hub_cards.upload import Shipment
 
 
@@ -333,10 +333,13 @@ class TestCodeOnly:
         for name in code.hub_code():
             shutil.copy(folder / name, code_folder)
         with (code_folder / "differential_attention.py").open("a") as file:
-            file.write("# newer\n")
+            file.write("# mine\n")
         shown: list[Shipment] = []
         requests = len(hub.requests)
-        push(code_folder, REPO, code_only=True, show=shown.append)
+        with pytest.raises(FolderError, match=r"differential_attention\.py:code-differs: .*`diffllama export`"):
+            push(code_folder, REPO, code_only=True)
+        allow = ["differential_attention.py:code-differs"]
+        push(code_folder, REPO, code_only=True, allow=allow, show=shown.append)
         after = pushed(hub).files()
         assert {name for name in before if before[name] != after[name]} == {"differential_attention.py", "README.md"}
         assert set(shown[0].files) == set(code.hub_code())
@@ -428,7 +431,7 @@ class TestRefusals:
         push(folder, REPO)
         with (folder / "differential_attention.py").open("a") as file:
             file.write("# hf_abcdefghijklmnopqrstuvwxyz\n")
-        with pytest.raises(FolderError, match=r"differential_attention\.py: holds a Hugging Face token"):
+        with pytest.raises(FolderError, match=r"differential_attention\.py:secret: holds a Hugging Face token"):
             push(folder, REPO, code_only=True)
         with pytest.raises(FileNotFoundError, match="nowhere"):
             push(folder / "nowhere", REPO, code_only=True)

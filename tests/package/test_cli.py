@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import diffllama
 from diffllama import DiffLlamaForCausalLM
 from diffllama.cli import app, main
-from diffllama.hub_cards.checks import Finding
+from diffllama.hub_cards.findings import Finding
 from diffllama.hub_cards.upload import Arrival, Shipment
 
 
@@ -196,7 +196,7 @@ class TestHubFolders:
         ]
         status, err = call(capsys, "export", ours, dest, *options)
         assert (status, err.splitlines()[-1]) == (0, f"Wrote {dest}")
-        assert "note  tokenizer.json: is not there" in err
+        assert "note  tokenizer.json:tokenizer: is not there" in err
         data = ModelCard.load(dest / "README.md").data
         assert (data.license, data.base_model, data.datasets, data.language) == ("mit", "a/b", ["c/d", "e/f"], "en")
         status, err = call(capsys, "check", dest)
@@ -215,8 +215,10 @@ class TestHubFolders:
         (dest / "x.json").write_text('{"hub_token": "abc"}')
         status, err = call(capsys, "check", dest)
         assert status == 1
-        assert "wrong x.json: `hub_token` holds a secret\n" in err
-        assert err.splitlines()[-1] == "Not fit to be published: 1 wrong"
+        assert "error x.json:secret: `hub_token` holds a secret\n" in err
+        assert err.splitlines()[-1] == "Not fit to be published: 2 wrong"
+        status, err = call(capsys, "check", dest, "--allow", "x.json:secret", "--allow", "*.json:unknown-file")
+        assert (status, err.splitlines()[-1]) == (0, f"Fit to be published: {dest}")
 
     def test_what_is_wrong_is_an_error_and_changes_nothing(
         self, ours: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -226,15 +228,17 @@ class TestHubFolders:
         nowhere, dest = tmp_path / "nowhere", tmp_path / "dest"
         for command, told in {
             ("export", source, dest): "`model_type` of the source must be one of 'diff_llama', got 'llama'",
-            ("export", nowhere, dest): "nowhere does not exist",
+            ("export", nowhere, dest): "nowhere is no folder",
             ("export", ours, ours / "dest"): "overlap",
-            ("export", ours, dest): "README.md: holds a Hugging Face token",
+            ("export", ours, dest): "README.md:secret: holds a Hugging Face token",
             ("export", ours, dest, "--max-shard-size", "much"): "`max_shard_size` must be a number of bytes",
             ("check", nowhere): "nowhere is no folder",
-            ("card", nowhere): "nowhere does not exist",
+            ("card", nowhere): "nowhere is no folder",
+            ("check", ours, "--allow", "README.md"): "`allow` must be FILE:RULE",
+            ("check", ours, "--allow", "x.txt:path"): "matches nothing",
             ("card", source): "got 'llama'",
             ("card", ours, "--results", nowhere): "nowhere is no file, and no folder with result files",
-            ("push", ours, "me/model"): "README.md: holds a Hugging Face token",
+            ("push", ours, "me/model"): "README.md:secret: holds a Hugging Face token",
             ("push", nowhere, "me/model"): "nowhere is no folder",
             ("push", ours, "model"): "must be `owner/name`, got 'model'",
         }.items():
@@ -244,30 +248,37 @@ class TestHubFolders:
             assert snapshot(tmp_path) == before, command
 
     def test_every_option_reaches_the_push(
-        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         given: dict[str, Any] = {}
 
         def push(folder: Path, repo: str, show: Any, **options: Any) -> Any:
             given.update(options, folder=folder, repo=repo)
-            findings = [Finding("a.py", "[b]differs[/b]", wrong=False)]
+            findings = [Finding("a.py", "[b]differs[/b]", "code-differs", "note")]
             show(Shipment(repo, "dev", False, True, {"[b]a.py": 1234}, ["model.safetensors"], findings))
             return Arrival("http://localhost/commit", "0123", changed="new" in str(folder))
 
         monkeypatch.setattr("diffllama.hub_cards.upload.push", push)
-        options = ("--private", "--revision=dev", "--code-only", "--create-pr", "--replace-card")
+        options = ("--private", "--revision=dev", "--code-only", "--replace-card", "--allow=a.py:code-differs")
+        monkeypatch.chdir(tmp_path)
+        for name in ("dir", "new"):
+            (tmp_path / name).mkdir()
         status, err = call(capsys, "push", "dir", "me/model", *options)
         assert status == 0
         assert given == {
             "folder": Path("dir"), "repo": "me/model", "private": True, "revision": "dev", "code_only": True,
-            "create_pr": True, "replace_card": True,
+            "create_pr": False, "replace_card": True, "allow": ["a.py:code-differs"],
         }  # fmt: skip
-        assert "note  a.py: [b]differs[/b]" in err
+        assert "note  a.py:code-differs: [b]differs[/b]" in err
         assert re.search(r"\[b\]a\.py +1,234", err)
         assert re.search(r"model\.safetensors +removed", err)
         assert "Sending to the private repository me/model, branch dev\n" in err
         assert err.splitlines()[-1] == "Nothing was new: http://localhost/commit"
-        assert call(capsys, "push", "new", "me/model")[1].splitlines()[-1] == "Sent: http://localhost/commit"
+        assert (
+            call(capsys, "push", "new", "me/model", "--create-pr")[1].splitlines()[-1]
+            == "Sent: http://localhost/commit"
+        )
+        assert given["create_pr"]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import pytest
 import diffllama
 from diffllama.conversion.verification import VerificationError
 from diffllama.conversion.weight_map import CheckpointError
-from diffllama.hub_cards.checks import FolderError
 from diffllama.hub_cards.code import HubCodeError
+from diffllama.hub_cards.findings import FolderError
 
 
 @pytest.mark.parametrize("error", [CheckpointError, FolderError, HubCodeError, VerificationError])
