@@ -29,7 +29,7 @@ from diffllama.hub_cards.code import (
     package_code,
 )
 from diffllama.hub_cards.findings import Finding, note
-from diffllama.hub_cards.model_files import check_file, entries, sent_files
+from diffllama.hub_cards.model_files import check_file, entries, kind_of, sent_files
 from diffllama.hub_cards.texts import has_place, read_json, strings
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
 
@@ -71,9 +71,15 @@ PYTHON_INTERNALS = {
 def inspect(folder: Path) -> Iterator[Finding | str]:
     """What is wrong with a folder, and what is good to know; before each file is read, its name."""
     torch.set_num_threads(1)  # threads of a process do not survive its fork
+    broken = False
     for file in entries(folder):
-        yield from careful(file.relative_to(folder).as_posix(), "content", partial(check_file, file, folder))
+        name = file.relative_to(folder).as_posix()
+        for item in careful(name, "content", partial(check_file, file, folder)):
+            broken |= isinstance(item, Finding) and item.rule in ("content", "json") and kind_of(name) is not None
+            yield item
     yield from careful("*.py", "code", lambda: check_code(folder, known_auto_map(folder)))
+    if broken:
+        return  # whoever reads these files now finds the same faults again
     config = None
     for item in careful("config.json", "config", lambda: load_config(folder)):
         if isinstance(item, DiffLlamaConfig):
@@ -216,7 +222,13 @@ def check_weights(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding | s
         checkpoint = open_checkpoint(folder)
         check_tensors(checkpoint.tensors, expected_tensors(config), str(folder))
     except (CheckpointError, OSError) as error:
-        yield from (Finding(name, line.strip(), "weights") for line in str(error).splitlines())
+        title, *faults = str(error).splitlines()
+        for line in faults or [title]:
+            file, _, fault = line.strip().partition(": ")
+            if file.endswith(".safetensors"):  # in the words of `check_safetensors`, for it is the same fault
+                yield Finding(file, f"cannot be read: {fault}", "weights")
+            else:
+                yield Finding(name, line.strip(), "weights")
         return
     if not single.is_file():
         yield from check_index(index, checkpoint)

@@ -29,7 +29,7 @@ MORE = {
 NAMES = r"(?:(?:hub|hf|auth|access|api|bearer|secret|private)[_-]?(?:token|key)|secret(?:[_-]?key)?|password|passwd)"
 """Names of variables and fields whose values are secrets."""
 
-SECRET_NAMES = re.compile(rf"(?i)(?:{NAMES}|^token)$")
+SECRET_NAMES = re.compile(rf"(?i){NAMES}$")
 """Names of JSON fields whose values are secrets."""
 
 ASSIGNED = re.compile(rf"(?i){NAMES}[\"']?[ \t]*[:=][ \t]*[\"']?([^\s\"'<>{{}}()$,;]{{8,}})")
