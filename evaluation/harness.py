@@ -56,10 +56,16 @@ def run(arguments: Sequence[str]) -> None:
 
 
 @contextmanager
-def given(name: str, data: str | None) -> Iterator[Source]:
+def given(name: str, data: str | None, data_source: dict[str, bool] | None = None) -> Iterator[Source]:
     """The data called `name` of `data`, or of the environment's DIFFLLAMA_DATA, or the built-in sample.
 
     Errors of who reads them name lm-eval's option.
+
+    Args:
+        name: as in `find`.
+        data: file or folder.
+        data_source: gets `built_in`, whether the data are the built-in sample. It is the dictionary in the task's
+            metadata, which lm-eval writes into its results file after the task has read its data.
     """
     if data is not None and not isinstance(data, str):  # lm-eval makes a number of 1
         raise ValueError(f"--metadata data must be a path, such as ./novels, got {data!r}.")
@@ -71,23 +77,28 @@ def given(name: str, data: str | None) -> Iterator[Source]:
         said = str(error).replace("--data", "--metadata data=PATH")
         error.args = (said.replace("--length", "--metadata length=TOKENS"),)
         raise
+    if data_source is not None:
+        data_source["built_in"] = source.built_in
     if source.built_in:
         logger.warning("These are the built-in sample's items: name real data with --metadata data=PATH.")
 
 
-def multiple_choice(task: str, data: str | None = None, **metadata: Any) -> dict[str, Dataset]:
+def multiple_choice(
+    task: str, data: str | None = None, data_source: dict[str, bool] | None = None, **metadata: Any
+) -> dict[str, Dataset]:
     """The items of one of the paper's seven tasks.
 
     Args:
         task: one of `multiple_choice.TASKS`.
         data: of `--metadata`: a folder with `multiple_choice/` and `hellaswag/`.
+        data_source: the dictionary of that name in the task's metadata, see `given`.
         metadata: the model's arguments, on which no item depends.
 
     Raises:
         FileNotFoundError: there are no such data.
         ValueError: they are something else.
     """
-    with given(dataset_name(task), data) as source:
+    with given(dataset_name(task), data, data_source) as source:
         items = read(task, source)
     rows = [
         {
@@ -136,12 +147,15 @@ def setting(name: str, value: Any) -> Any:
     return numbers if name in LISTS else numbers[0]
 
 
-def needles(needles: str, data: str | None = None, **metadata: Any) -> dict[str, Dataset]:
+def needles(
+    needles: str, data: str | None = None, data_source: dict[str, bool] | None = None, **metadata: Any
+) -> dict[str, Dataset]:
     """The prompts of `diffllama probe needles` for one N/R.
 
     Args:
         needles: N/R.
         data: of `--metadata`: a folder with `novels/`, or with long texts.
+        data_source: the dictionary of that name in the task's metadata, see `given`.
         metadata: `length` and `depth`, one or a list, `samples_per_cell` and `seed`, as the probe has them; and the
             model's arguments, of which `tokenizer` or `pretrained` names what counts the tokens.
 
@@ -159,7 +173,7 @@ def needles(needles: str, data: str | None = None, **metadata: Any) -> dict[str,
     )
     settings = {name: setting(name, metadata[name]) for name in RANGES if name in metadata}
     probe = Needles(needles=[needles], **settings)
-    with given(probe.dataset, data) as source:
+    with given(probe.dataset, data, data_source) as source:
         tasks = probe.samples(source, Subject(name=name, model=None, tokenizer=tokenizer))  # which needs no model
     return {"test": Dataset.from_list([{"prompt": asdict(task.prompt), **task.cell} for task in tasks.values()])}
 

@@ -21,7 +21,7 @@ from ruled import byte_tokenizer, ruled
 
 from diffllama.cli import main
 from diffllama.conversion import convert
-from diffllama.evaluation.data import find
+from diffllama.evaluation.data import SAMPLES, find
 from diffllama.evaluation.harness import TASKS, accuracy, accuracy_per_character, multiple_choice, needles
 from diffllama.evaluation.multiple_choice import TASKS as NAMES
 from diffllama.evaluation.multiple_choice import dataset_name, read
@@ -249,22 +249,50 @@ def call(*arguments: object) -> int:
     return end.value.code or 0
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first two items of every task, as somebody's own data."""
+    folder = tmp_path_factory.mktemp("data")
+    for task in NAMES:
+        name = "hellaswag_val_full.txt" if task == "hellaswag" else f"{task}.jsonl"
+        target = folder / dataset_name(task) / name
+        target.parent.mkdir(exist_ok=True)
+        lines = (SAMPLES / dataset_name(task) / name).read_text().splitlines(keepends=True)
+        target.write_text("".join(lines[: 12 if task == "hellaswag" else 2]))
+    return folder
+
+
 @pytest.mark.usefixtures("ours_alone")
-def test_results_of_the_command_line_feed_the_card(models: Path, tmp_path: Path) -> None:
+def test_results_of_the_command_line_feed_the_card(models: Path, data: Path, tmp_path: Path) -> None:
     diff = models / "diff"
-    options = ("--model_args", f"pretrained={diff}", "--tasks", "diffllama_paper", "--num_fewshot=5", "--limit", 2)
-    assert call("eval", "run", *options, "--device=cpu", "-o", tmp_path, "--log_samples") == 0
+    options = ("--model_args", f"pretrained={diff}", "--tasks", "diffllama_paper", "--num_fewshot=1")
+    options = (*options, "--metadata", f"data={data}", "--device=cpu", "-o", tmp_path, "--log_samples")
+    assert call("eval", "run", *options) == 0
     assert len(list(tmp_path.rglob("samples_diffllama_piqa_*.jsonl"))) == 1
     (file,) = tmp_path.rglob("results_*.json")
-    results = json.loads(file.read_text())["results"]
+    record = json.loads(file.read_text())
+    results = record["results"]
     assert set(results) == {"diffllama_paper", *(f"diffllama_{name}" for name in NAMES)}
+    assert [task["metadata"]["data_source"] for task in record["configs"].values()] == [{"built_in": False}] * 7
 
     assert call("card", diff, "--results", tmp_path) == 0
     card = ModelCard.load(diff / "README.md").data.eval_results
     assert {result.dataset_name: result.metric_value for result in card} == {
         task: numbers["accuracy,none"] for task, numbers in results.items()
     }
-    assert {(result.metric_type, result.metric_name) for result in card} == {("accuracy", "accuracy, 5-shot")}
+    assert {(result.metric_type, result.metric_name) for result in card} == {("accuracy", "accuracy, 1-shot")}
+
+
+@pytest.mark.usefixtures("ours_alone")
+def test_results_say_that_the_data_are_samples_and_limited(models: Path, tmp_path: Path) -> None:
+    tasks = "diffllama_piqa,diffllama_needles_1_of_1"
+    options = ("--model_args", f"pretrained={models / 'llama'}", "--tasks", tasks, "--limit", 1, "-o", tmp_path)
+    metadata = ("--metadata", "length=300", "depth=0", "samples_per_cell=2")
+    assert call("eval", "run", *options, *metadata) == 0
+    (file,) = tmp_path.rglob("results_*.json")
+    record = json.loads(file.read_text())
+    assert [task["metadata"]["data_source"] for task in record["configs"].values()] == [{"built_in": True}] * 2
+    assert record["n-samples"]["diffllama_piqa"] == {"original": 7, "effective": 1}
 
 
 MINE = {"task": "mine", "include": str(TASKS / "piqa.yaml")}
