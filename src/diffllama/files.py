@@ -5,11 +5,14 @@
 import glob
 import os
 import re
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import huggingface_hub  # what is used of it is imported when it is used, which takes a second
 import psutil
+from filelock import FileLock, Timeout
 
 
 def locate(src: str | os.PathLike[str], revision: str | None, patterns: Iterable[str]) -> Path:
@@ -60,3 +63,30 @@ def replace_file(path: Path, content: str | bytes) -> None:
     except BaseException:
         new.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def locked(folder: Path, instead: str) -> Iterator[None]:
+    """Keeps other runs out of a folder, which is made if need be, and removed again if nothing is written into it.
+
+    The system ends the lock with its process, however that ends: what a dead run leaves locks nothing.
+
+    Args:
+        folder: where a run writes.
+        instead: what its user can do, such as "name another folder with --output".
+
+    Raises:
+        ValueError: another run that is alive has it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise ValueError(f"Another run is writing into {folder}: wait for its end, or {instead}.") from error
+    try:
+        yield
+    finally:
+        lock.release()
+        if all(path.name == ".lock" for path in folder.iterdir()):
+            shutil.rmtree(folder)

@@ -3,14 +3,18 @@
 import bz2
 import gzip
 import json
+import random
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.data_loader import IterableDatasetShard
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from diffllama.training import packed, packing
 from diffllama.training.packing import fingerprint, pack, read_documents
@@ -170,13 +174,13 @@ def test_a_dataset_of_the_hub_is_read_at_one_commit(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         "diffllama.training.packing.HfApi.dataset_info", lambda self, *a, **k: asked.append((a, k)) or Info
     )
-    first = fingerprint(TOKENIZER, 4, dataset="user/data", revision="main")
+    first = fingerprint(TOKENIZER, 4, **packing.pin({"dataset": "user/data", "revision": "main"}))
     assert asked == [(("user/data",), {"revision": "main"})]
     assert packing.pin({"dataset": "user/data"}) == {"dataset": "user/data", "revision": "1" * 40}
     assert packing.pin({"dataset": "user/data", "revision": "1" * 40})["revision"] == "1" * 40
     assert len(asked) == 2  # what is a commit is not asked for
     Info.sha = "2" * 40  # the branch moves
-    assert fingerprint(TOKENIZER, 4, dataset="user/data", revision="main") != first
+    assert fingerprint(TOKENIZER, 4, **packing.pin({"dataset": "user/data", "revision": "main"})) != first
 
     def offline(*args: Any, **kwargs: Any) -> Any:
         raise ConnectionError
@@ -236,3 +240,74 @@ def test_a_tokenizer_must_be_able_to_end_a_document() -> None:
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="needs an `eos_token`"):
         packed(tokenizer, 4, files=write("a.txt", "w7"))
+
+
+def test_a_fingerprint_is_of_what_is_read_however_that_is_written(tmp_path: Path) -> None:
+    write("texts/a.txt", "w7")
+    known = fingerprint(TOKENIZER, 4, files="texts")
+    for same in ({"files": ["texts/a.txt"]}, {"files": str(tmp_path / "texts")}, {"column": "text", "split": "train"}):
+        assert fingerprint(TOKENIZER, 4, **({"files": "texts"} | same)) == known
+    write("texts/b.txt", "w7")
+    assert fingerprint(TOKENIZER, 4, files="texts") != known
+    assert fingerprint(TOKENIZER, 4, files="texts", column="other") != fingerprint(TOKENIZER, 4, files="texts")
+
+
+def dataset(suffix: str, seed: int = 0) -> str:
+    """A folder of three files of 20 rows, some without text."""
+    draw = random.Random(seed)
+    Path("rows").mkdir()
+    for number in range(3):
+        words = [draw.choice([0, 1, 3, 30]) for _ in range(20)]
+        documents = [" ".join(f"w{draw.randrange(6, 97)}" for _ in range(count)) for count in words]
+        if suffix == "parquet":
+            Dataset.from_dict({"text": documents}).to_parquet(f"rows/{number}.parquet", batch_size=7)
+        else:
+            write(f"rows/{number}.{suffix}", *documents)
+    return "rows"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_stream_has_the_sequences_of_packed_and_goes_on_after_any_of_them(
+    suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "BATCH", 150)  # characters: a sequence begins in one batch and ends in another
+    folder = dataset(suffix)
+    rows = packed(TOKENIZER, 8, dataset=folder)["input_ids"]
+    assert len(rows) > 40
+    count = int(1.5 * len(rows))  # into the second epoch
+    expected = (2 * rows[5:])[:count]
+
+    def stream(**state: Any) -> packing.PackedStream:
+        return packing.PackedStream(TOKENIZER, 8, count, held_out=5, dataset=folder, **state)
+
+    assert [row["input_ids"] for row in stream()] == expected
+    for done in (7, len(rows) - 6, len(rows) - 5, len(rows) + 9):
+        begun = stream()
+        ahead = list(islice(begun, done + 6))  # a Trainer reads more than it has learned
+        assert len(ahead) == done + 6
+        state = json.loads(json.dumps(begun.state(done)))
+        again = stream(state=state)
+        assert [row["input_ids"] for row in again] == expected[done:], done
+        assert again.state(done) == state
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_processes_that_share_a_stream_have_each_sequence_once(batch: int) -> None:
+    folder = dataset("jsonl")
+    stream = packing.PackedStream(TOKENIZER, 8, 24, dataset=folder)
+    parts = [list(IterableDatasetShard(stream, batch, num_processes=2, process_index=rank)) for rank in (0, 1)]
+    assert [len(part) for part in parts] == [12, 12]
+    dealt = []
+    for start in range(0, 12, batch):
+        dealt += parts[0][start : start + batch] + parts[1][start : start + batch]
+    assert dealt == list(stream)
+
+
+def test_a_stream_without_a_sequence_ends_with_the_reason() -> None:
+    write("rows/a.jsonl", "w7 w8 w9")
+    with pytest.raises(ValueError, match="at least one sequence of 8 tokens, it has 4"):
+        list(packing.PackedStream(TOKENIZER, 8, 2, dataset="rows"))
+    with pytest.raises(ValueError, match="needs an `eos_token`"):
+        packing.PackedStream(
+            PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer), 8, 2, dataset="rows"
+        )

@@ -3,6 +3,8 @@
 import json
 import multiprocessing
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,9 +22,12 @@ from typer.testing import CliRunner
 
 from diffllama import DiffLlamaForCausalLM
 from diffllama.cli import app
+from diffllama.files import locked
 from diffllama.training import last_checkpoint, packed, pretrain
-from diffllama.training.pretraining import read_settings, training_arguments
+from diffllama.training.pretraining import make_record, read_settings, resolve_source, training_arguments
 
+
+ROOT = Path(__file__).parents[2]
 
 MODEL = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
@@ -232,7 +237,172 @@ def test_checkpoints_that_broke_off_are_passed_over(tmp_path: Path) -> None:
         (tmp_path / f"checkpoint-{step}").mkdir()
         if state:
             (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+        for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+            (tmp_path / f"checkpoint-{step}" / name).touch()
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+
+
+@pytest.mark.parametrize(
+    ("present", "missing"),
+    [
+        (("model.safetensors", "scheduler.pt", "rng_state.pth"), "optimizer.pt"),
+        (("model.safetensors", "optimizer.pt", "rng_state.pth"), "scheduler.pt"),
+        (("model.safetensors", "optimizer.pt", "scheduler.pt"), "rng_state.pth"),
+        (("optimizer.pt", "scheduler.pt", "rng_state.pth"), "model.safetensors"),
+        (("model.safetensors.index.json", "optimizer.pt", "scheduler.pt", "rng_state_0.pth"), None),
+        (("pytorch_model_fsdp.bin", "optimizer.bin", "scheduler.pt", "rng_state_0.pth"), None),
+        (("pytorch_model_fsdp_0/a", "optimizer_0/a", "scheduler.pt", "rng_state_0.pth"), None),
+        (("global_step4/a", "latest", "rng_state_0.pth"), None),
+    ],
+)
+def test_a_checkpoint_that_lacks_a_file_is_refused(
+    present: tuple[str, ...], missing: str | None, tmp_path: Path
+) -> None:
+    for name in (*present, "trainer_state.json"):
+        (tmp_path / "checkpoint-4" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "checkpoint-4" / name).write_text('{"global_step": 4}')
+    if missing is None:
+        assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
+    else:
+        with pytest.raises(ValueError, match=f"checkpoint-4 has no {re.escape(missing)}: .* Put the file back, or"):
+            last_checkpoint(tmp_path)
+
+
+def test_pretraining_does_not_go_on_without_the_optimizers_state(whole: Path) -> None:
+    shutil.copytree(whole, "lacking")
+    (Path("lacking") / "checkpoint-9" / "optimizer.pt").unlink()
+    before = sorted(Path("lacking").rglob("*"))
+    with pytest.raises(ValueError, match="lacking/checkpoint-9 has no optimizer"):
+        pretrain(write("lacking"))
+    assert sorted(Path("lacking").rglob("*")) == before
+
+
+def test_the_same_fields_in_another_order_go_on(whole: Path) -> None:
+    shutil.copytree(whole, "reordered")
+    settings = {name: SETTINGS[name] for name in reversed(SETTINGS)}
+    settings["model"] = {name: MODEL[name] for name in reversed(MODEL)} | {"attn_implementation": "eager"}
+    Path("reordered.yaml").write_text(
+        yaml.safe_dump(settings | {"training": SETTINGS["training"] | {"output_dir": "reordered"}}, sort_keys=False)
+    )
+    assert same_weights(pretrain(Path("reordered.yaml")), whole)
+
+
+def test_a_second_run_into_one_folder_is_refused_and_a_dead_runs_lock_is_not_in_the_way(whole: Path) -> None:
+    shutil.copytree(whole, "shared")
+    config = write("shared")
+    ready, end = multiprocessing.Pipe()
+
+    def hold() -> None:
+        with locked(Path("shared"), "…"):
+            end.send("held")
+            signal.pause()
+
+    child = multiprocessing.get_context("fork").Process(target=hold)
+    child.start()
+    assert ready.recv() == "held"
+    with pytest.raises(ValueError, match=r"Another run is writing into shared: .* set another `training\.output_dir`"):
+        pretrain(config)
+    os.kill(child.pid or 0, signal.SIGKILL)
+    child.join(60)
+    assert same_weights(pretrain(config), whole)
+
+
+def test_a_run_begun_online_goes_on_offline_at_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def pin(source: dict[str, Any]) -> dict[str, Any]:
+        asked.append(source)
+        return source | {"revision": "1" * 40}
+
+    monkeypatch.setattr("diffllama.training.pretraining.pin", pin)
+    folder, source = Path("online"), {"dataset": "user/data", "revision": "main"}
+    settings = SETTINGS | {"data": source}
+    resolved = resolve_source(source, folder)
+    assert resolved == source | {"revision": "1" * 40}
+    record = make_record(settings, resolved, "sequences")
+    folder.mkdir()
+    (folder / "pretraining.json").write_text(json.dumps(record))
+
+    assert resolve_source(source, folder) == resolved
+    assert asked == [source]  # once, when it began
+    assert make_record(settings, resolved, "sequences") == record
+    another = {"dataset": "user/data", "revision": "v2"}
+    resolve_source(another, folder)
+    assert asked == [source, another]
+
+
+STREAMED = SETTINGS | {
+    "model": MODEL | {"attention_dropout": 0.1},
+    "data": {"dataset": "rows", "streaming": True, "evaluation_sequences": 3},
+}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 9}
+
+
+@pytest.fixture(scope="module")
+def streamed(work: Path) -> Path:
+    """The output of an uninterrupted run on a stream, which ends in its second epoch."""
+    (work / "rows").mkdir()
+    rows = [" ".join(f"w{6 + (i + j * j) % 19}" for j in range(i % 40)) for i in range(40)]
+    for number in (0, 1):
+        lines = [json.dumps({"text": text}) + "\n" for text in rows[20 * number : 20 * number + 20]]
+        (work / "rows" / f"{number}.jsonl").write_text("".join(lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(work)
+        return work / pretrain(write("streamed", STREAMED, **EVALUATED))
+
+
+@pytest.mark.parametrize("name", ["between two batches of a step", "after the last step"])
+def test_a_streamed_run_that_is_killed_ends_at_the_same_weights(name: str, streamed: Path) -> None:
+    config = write(f"streamed-{name[:5]}", STREAMED, **EVALUATED)
+    kill(config, *KILLS[name])
+    folder = pretrain(config)
+    assert same_weights(folder, streamed)
+    for what in ("loss", "eval_loss", "epoch"):
+        assert history(folder, what) == history(streamed, what)
+
+
+def test_a_streamed_run_learns_the_sequences_of_the_stream_in_order(streamed: Path) -> None:
+    learned = []
+    step = Trainer.training_step
+
+    def spy(self: Trainer, model: Any, inputs: Any, *rest: Any) -> Any:
+        learned.extend(inputs["input_ids"].tolist())
+        return step(self, model, inputs, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "training_step", spy)
+        pretrain(write("streamed-again", STREAMED, **EVALUATED), of_baseline=True)
+    rows = packed(tiny_tokenizer(), 16, dataset="rows")["input_ids"]
+    assert len(rows) < 9 * 8 + 3
+    assert learned == (2 * rows[3:])[: 9 * 8]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"files": "texts", "streaming": True}}, "`data.streaming` needs `data.dataset`"),
+        ({"data": {"dataset": "rows", "streaming": "yes"}}, "`data.streaming` must be true or false, got 'yes'"),
+        ({"data": STREAMED["data"] | {"max_tokens": 99}}, "`data.max_tokens` does not go with `data.streaming`"),
+        ({"training": {"max_steps": -1}}, "`data.streaming` needs `training.max_steps`"),
+        ({"training": {"max_steps": 3, "dataloader_num_workers": 1}}, "`training.dataloader_num_workers` must be 0"),
+    ],
+)
+def test_what_does_not_go_with_a_stream_is_named(changes: Any, message: str) -> None:
+    Path("mistake.yaml").write_text(yaml.safe_dump(STREAMED | changes))
+    with pytest.raises(ValueError, match=f"mistake.yaml: {message}"):
+        read_settings(Path("mistake.yaml"))
+
+
+def test_the_example_for_many_gpus_starts(streamed: Path) -> None:
+    """As it is but for its sizes and the Hub's text, tokenizer and GPUs."""
+    settings = yaml.safe_load((ROOT / "examples/pretrain_3b.yaml").read_text())
+    assert settings["data"]["streaming"] is True
+    settings["model"] |= MODEL | {"num_key_value_heads": 2, "vocab_size": 97, "attn_implementation": "sdpa"}
+    settings |= {"tokenizer": "tokenizer", "tokens_per_step": 128, "sequence_length": 16}
+    settings["data"] |= {"dataset": "rows", "name": None}
+    settings["training"] |= {"output_dir": "example", "use_cpu": True, "bf16": False, "max_steps": 1}
+    Path("example.yaml").write_text(yaml.safe_dump(settings))
+    assert len(history(pretrain(Path("example.yaml")), "train_loss")) == 1
 
 
 def test_it_does_not_go_on_with_other_text_or_another_model(whole: Path) -> None:
@@ -379,9 +549,14 @@ def test_what_is_missing_is_named_with_what_installs_it(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_does(whole: Path) -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+def test_two_processes_train_as_one_does(streaming: bool, whole: Path, streamed: Path) -> None:
     """The file is the same: they share the tokens of a step."""
-    config = write("two", ddp_backend="gloo", per_device_train_batch_size=4)
+    settings = STREAMED | {"model": MODEL, "data": STREAMED["data"]} if streaming else SETTINGS
+    more = EVALUATED if streaming else {}
+    if streaming:
+        whole = pretrain(write("one", settings, **more))
+    config = write("two", settings, ddp_backend="gloo", per_device_train_batch_size=4, **more)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "diffllama"]
     env = os.environ | {"HF_DATASETS_CACHE": str(Path("cache").absolute())}
     result = subprocess.run(
@@ -394,7 +569,9 @@ def test_two_processes_train_as_one_does(whole: Path) -> None:
     )
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stderr.count("Wrote two") == 1
-    assert history(Path("two")) == pytest.approx(history(whole), rel=1e-5)
+    shutil.rmtree("two-done", ignore_errors=True)
+    Path("two").rename("two-done")
+    assert history(Path("two-done")) == pytest.approx(history(whole), rel=1e-5)
 
 
 def test_numbers_and_no_are_what_people_mean(whole: Path) -> None:

@@ -1,8 +1,9 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Text as sequences of tokens of one length, tokenised and packed once and kept on disk."""
+"""Text as sequences of tokens of one length: packed once and kept on disk, or packed while it is streamed."""
 
 import hashlib
+import inspect
 import json
 from collections.abc import Iterable, Iterator
 from glob import escape, glob
@@ -15,9 +16,8 @@ from fsspec.implementations.local import LocalFileSystem
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.file_download import REGEX_COMMIT_HASH
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
-
-from diffllama import __version__
 
 
 FORMATS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -27,6 +27,9 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 BATCH = 1_000_000
 """About so many characters are tokenised together."""
+
+PACKING = 1
+"""Raised when `pack` makes other sequences of the same text: runs that began with another number cannot go on."""
 
 
 def find_files(files: str | list[str]) -> list[Path]:
@@ -105,6 +108,9 @@ def read_documents(
             raise ValueError(f"`data.files`: cannot read {path}: {error}") from error
 
 
+DEFAULTS = {name: field.default for name, field in inspect.signature(read_documents).parameters.items()}
+
+
 def column_of(rows: Iterable[dict[str, Any]], column: str) -> Iterator[str]:
     """The texts in one column, without those that are missing."""
     for row in rows:
@@ -149,21 +155,38 @@ def pack(
     Raises:
         ValueError: all texts together do not fill a sequence.
     """
-    end = tokenizer.eos_token_id
     rest: list[int] = []
     written = 0
-    for batch in batches(documents):
-        for ids in tokenizer(batch, verbose=False)["input_ids"]:
-            rest += ids if ids[-1:] == [end] else [*ids, end]
-            whole = len(rest) // length * length
-            for start in range(0, whole, length):
-                if max_tokens is not None and written + length > max_tokens:
-                    return
-                yield {"input_ids": rest[start : start + length]}
-                written += length
-            del rest[:whole]
+    for tokens in tokenised(documents, tokenizer):
+        rest += tokens
+        whole = len(rest) // length * length
+        for start in range(0, whole, length):
+            if max_tokens is not None and written + length > max_tokens:
+                return
+            yield {"input_ids": rest[start : start + length]}
+            written += length
+        del rest[:whole]
     if not written:
-        raise ValueError(f"`data`: the text must fill at least one sequence of {length} tokens, it has {len(rest)}.")
+        raise too_short(length, len(rest))
+
+
+def tokenised(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    """The tokens of several documents at a time, each document ended by the end-of-text token."""
+    end = tokenizer.eos_token_id
+    for batch in batches(documents):
+        encoded = tokenizer(batch, verbose=False)["input_ids"]
+        yield [token for ids in encoded for token in (ids if ids[-1:] == [end] else [*ids, end])]
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises `ValueError` if the tokenizer cannot end documents."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"The tokenizer {tokenizer.name_or_path} needs an `eos_token`, which ends documents.")
+
+
+def too_short(length: int, tokens: int) -> ValueError:
+    """The error for a text without a whole sequence."""
+    return ValueError(f"`data`: the text must fill at least one sequence of {length} tokens, it has {tokens}.")
 
 
 def pin(source: dict[str, Any]) -> dict[str, Any]:
@@ -178,13 +201,18 @@ def pin(source: dict[str, Any]) -> dict[str, Any]:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase, length: int, max_tokens: int | None = None, **source: Any) -> str:
-    """32 hexadecimal digits that differ where `packed` gives other sequences. The arguments are those of `packed`."""
+    """32 hexadecimal digits that differ where `packed` gives other sequences.
+
+    The arguments are those of `packed`, or `streaming=True` for a `PackedStream`. A branch or tag is not resolved here.
+    """
     files: list[Path] = find_files(source["files"]) if source.get("files") is not None else []
     if source.get("dataset") and Path(source["dataset"]).exists():
         files = [path for path in sorted(Path(source["dataset"]).rglob("*")) if path.is_file()]
+    fields = DEFAULTS | source
+    del fields["files"]  # which they are is told by their paths
     known = {
-        "by": __version__,
-        "source": pin(source),
+        "packing": PACKING,
+        "source": fields,
         "files": [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files],
         "tokenizer": [tokenizer.backend_tokenizer.to_str()]
         if tokenizer.is_fast
@@ -221,8 +249,7 @@ def packed(
     Raises:
         ValueError: the tokenizer has no `eos_token`, the text is shorter than a sequence, or see `read_documents`.
     """
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"The tokenizer {tokenizer.name_or_path} needs an `eos_token`, which ends documents.")
+    check_tokenizer(tokenizer)
     if max_tokens is not None and max_tokens < length:
         raise ValueError(f"`data.max_tokens` must be a sequence of {length} at least, got {max_tokens}.")
     source = pin(source)  # the commit that is read is the one that is known by its fingerprint
@@ -235,3 +262,81 @@ def packed(
         )
     except DatasetGenerationError as error:
         raise error.__cause__ or error from None
+
+
+class PackedStream(IterableDataset):
+    """Sequences for a causal language model, packed while a dataset is streamed, so that training starts at once.
+
+    They are those of `packed`, in the order of the dataset, without shuffling; after the last one the dataset is read
+    again from its beginning. Nothing is kept on disk. With several processes the Trainer has the main one read and
+    deals its sequences out, so what is learned does not depend on their number.
+
+    Args:
+        tokenizer: with an `eos_token`, to end documents.
+        length: tokens of a sequence.
+        sequences: how many there are, in all epochs.
+        held_out: so many sequences at the beginning of the dataset are left out.
+        state: what `state` gave, to go on from there.
+        source: what to read, see `read_documents`: `dataset`, and what belongs to it.
+
+    Raises:
+        ValueError: the tokenizer has no `eos_token`; and, when it is read, the text is shorter than the sequences left
+            out and one, or see `read_documents`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        sequences: int,
+        held_out: int = 0,
+        state: dict[str, Any] | None = None,
+        *,
+        dataset: str,
+        name: str | None = None,
+        split: str = "train",
+        revision: str | None = None,
+        column: str = "text",
+    ) -> None:
+        check_tokenizer(tokenizer)
+        self.tokenizer, self.length, self.sequences, self.held_out = tokenizer, length, sequences, held_out
+        self.source = {"path": dataset, "name": name, "split": split, "revision": revision}
+        self.column = column
+        self.states = [state or {"sequences": 0, "rows": None, "rest": [], "skip": held_out * length}]
+
+    def __len__(self) -> int:
+        """How many sequences there are, with those before `state`."""
+        return self.sequences
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        del self.states[1:]
+        state = self.states[0]
+        done, rest, skip, row_state = state["sequences"], list(state["rest"]), state["skip"], state["rows"]
+        while done < self.sequences:
+            rows = load_dataset(**self.source, streaming=True)
+            if row_state is not None:
+                rows.load_state_dict(row_state)
+            empty = row_state is None
+            for tokens in tokenised(column_of(rows, self.column), self.tokenizer):
+                rest += tokens
+                skipped = min(skip, len(rest))
+                start, skip = skipped, skip - skipped
+                while start + self.length <= len(rest) and done < self.sequences:
+                    yield {"input_ids": rest[start : start + self.length]}
+                    start, done, empty = start + self.length, done + 1, False
+                del rest[:start]
+                self.states.append({"sequences": done, "rows": rows.state_dict(), "rest": rest.copy(), "skip": skip})
+                if done == self.sequences:
+                    return
+            if empty:
+                raise too_short(self.length, len(rest))
+            rest, skip, row_state = [], self.held_out * self.length, None
+            self.states.append({"sequences": done, "rows": None, "rest": [], "skip": skip})
+
+    def state(self, sequences: int) -> dict[str, Any]:
+        """From where another stream goes on after so many sequences, as JSON keeps it. Forgets what was before."""
+        while len(self.states) > 1 and self.states[1]["sequences"] <= sequences:
+            del self.states[0]
+        state = self.states[0]
+        left_out = (sequences - state["sequences"]) * self.length  # of the documents that are tokenised next
+        return state | {"sequences": sequences, "skip": state["skip"] + left_out}

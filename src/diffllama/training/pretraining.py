@@ -6,13 +6,17 @@ import dataclasses
 import difflib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import yaml
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from huggingface_hub.file_download import REGEX_COMMIT_HASH
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,20 +24,28 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
+from transformers.trainer_callback import ExportableState
 
 from diffllama.configuration import YamlLoader, baseline, preset, recipe
+from diffllama.files import locked
 from diffllama.hub_cards.texts import read_json, write_json
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 from diffllama.training.nonfinite import StopOnNonFiniteCallback
-from diffllama.training.packing import fingerprint, packed, pin
+from diffllama.training.packing import PackedStream, fingerprint, packed, pin
 from diffllama.training.stats import DifferentialStatsCallback
 
 
 RECORD = "pretraining.json"
-"""File in the output folder with digests of what must not change when a training goes on. They tell nothing else."""
+"""File in the output folder with digests of what must not change when a training goes on, which tell nothing else, and
+the commit of the text's repository."""
+
+COMMIT = "data.commit"
+REVISION = "data.revision"
+"""Fields of the record: the commit that a repository of text is read at, and the branch or tag that it was."""
 
 OTHERS = ("checkpoint-*", "config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json", "*.bin")
 """What another model or training leaves in a folder."""
@@ -43,7 +55,10 @@ PROBE_TOKENS = 256
 
 SECTIONS = ("recipe", "model", "tokenizer", "data", "sequence_length", "tokens_per_step", "training")
 MODEL_SOURCES = ("preset", "from", "baseline_from", "attn_implementation")
-DATA = ("files", "dataset", "name", "split", "revision", "column", "max_tokens", "evaluation_sequences", "cache_dir")
+SOURCE = ("files", "dataset", "name", "split", "revision", "column", "max_tokens", "streaming")
+DATA = (*SOURCE, "evaluation_sequences", "cache_dir")
+
+T = TypeVar("T")
 
 
 def check_names(names: Iterable[str], known: Iterable[str], where: str) -> None:
@@ -96,7 +111,28 @@ def read_settings(path: Path) -> dict[str, Any]:
         for name, bound in least.items():
             if section.get(name, bound) < bound:
                 raise ValueError(f"{where}: `{name}` must be {bound} at least, got {section[name]}.")
+    check_streaming(settings, str(path))
     return settings
+
+
+def check_streaming(settings: Mapping[str, Any], where: str) -> None:
+    """Raises `ValueError` if text is to be streamed and a field contradicts it; removes the field if it is not."""
+    data, training = settings["data"], settings["training"]
+    streaming = data.get("streaming", False)
+    if not isinstance(streaming, bool):
+        raise ValueError(f"{where}: `data.streaming` must be true or false, got {streaming!r}.")
+    if not streaming:
+        data.pop("streaming", None)
+        return
+    if "dataset" not in data:
+        raise ValueError(f"{where}: `data.streaming` needs `data.dataset`, a repository or a folder.")
+    for name in ("files", "max_tokens", "cache_dir"):
+        if name in data:
+            raise ValueError(f"{where}: `data.{name}` does not go with `data.streaming`; remove one of them.")
+    if training.get("max_steps", 0) < 1:
+        raise ValueError(f"{where}: `data.streaming` needs `training.max_steps`, for a stream has no length.")
+    if training.get("dataloader_num_workers", 0) > 0:
+        raise ValueError(f"{where}: `training.dataloader_num_workers` must be 0 with `data.streaming`.")
 
 
 def check_numbers(values: dict[str, Any], kinds: Mapping[str, Any], where: str) -> None:
@@ -215,6 +251,15 @@ def build_model(
     return model
 
 
+CHECKPOINT_FILES = {
+    "model.safetensors": ("model.safetensors*", "pytorch_model*", "adapter_model.*", "global_step*"),
+    "optimizer.pt": ("optimizer.pt", "optimizer.bin", "optimizer_*", "global_step*"),
+    "scheduler.pt": ("scheduler.pt", "global_step*"),
+    "rng_state.pth": ("rng_state*.pth",),
+}
+"""What a checkpoint has -> names of it: of one process, of FSDP (whole, in shards), of DeepSpeed (`global_step*`)."""
+
+
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     """A batch of packed sequences [b, n], each token to be predicted from those before it."""
     input_ids = torch.tensor([row["input_ids"] for row in rows])
@@ -227,6 +272,9 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint in a Trainer's output folder, or `None`: what `resume_from_checkpoint` should be.
 
     The Trainer writes its state last: a checkpoint without it was broken off, and resuming from there would fail.
+
+    Raises:
+        ValueError: the newest one lacks another file, without which a Trainer goes on silently with other weights.
     """
     complete = {}
     for state in Path(folder).glob("checkpoint-*/trainer_state.json"):
@@ -234,17 +282,24 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
             complete[read_json(state)["global_step"]] = state.parent
         except (ValueError, KeyError, OSError):
             continue
-    return complete[max(complete)] if complete else None
+    if not complete:
+        return None
+    newest = complete[max(complete)]
+    for file, names in CHECKPOINT_FILES.items():
+        if not any(next(newest.glob(name), None) for name in names):
+            raise ValueError(
+                f"{newest} has no {file}: the training would go on with other weights. Put the file back, or remove "
+                "this checkpoint to go on from the one before."
+            )
+    return newest
 
 
-def check_folder(folder: Path, record: Mapping[str, str]) -> None:
+def check_folder(folder: Path, record: Mapping[str, Any]) -> None:
     """Refuses to write over another model, and to go on with a training of other text or another model.
 
     Raises:
         ValueError: with the file that is there, or what differs.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"`training.output_dir` must be a folder, {folder} is a file.")
     if not (folder / RECORD).is_file():
         for other in OTHERS:
             if found := next(folder.glob(other), None):
@@ -256,6 +311,134 @@ def check_folder(folder: Path, record: Mapping[str, str]) -> None:
             raise ValueError(
                 f"{folder} was begun with another {name}: set it back, or set another `training.output_dir`."
             )
+
+
+def from_main_process(make: Callable[[], T]) -> T:
+    """What the main process makes, on every process."""
+    values = [make() if PartialState().is_main_process else None]
+    broadcast_object_list(values)
+    made: Any = values[0]
+    return made
+
+
+def resolve_source(source: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What to read, at the commit with which the training in the folder began, else at the newest one of its branch."""
+    begun = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
+    if COMMIT in begun and begun.get(REVISION) == source.get("revision"):
+        return source | {"revision": begun[COMMIT]}
+    return pin(source)
+
+
+def make_record(settings: Mapping[str, Any], source: Mapping[str, Any], sequences: str) -> dict[str, Any]:
+    """What must not change when a training goes on, as its folder keeps it.
+
+    Args:
+        settings: of the training. How attention is computed may change: the model is the same.
+        source: what is read, at a commit if it is a repository's.
+        sequences: the fingerprint of what is read, tokenised and packed.
+    """
+    unchanged = {
+        "`model`": {name: value for name, value in settings["model"].items() if name != "attn_implementation"},
+        "`tokens_per_step`": settings["tokens_per_step"],
+        "`data.evaluation_sequences`": settings["data"].get("evaluation_sequences", 0),
+        "`training.seed`": settings["training"].get("seed", TrainingArguments.seed),
+        "text, tokenizer or `sequence_length`": sequences,
+    }
+    texts = {name: json.dumps(value, sort_keys=True) for name, value in unchanged.items()}
+    record: dict[str, Any] = {name: sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
+    if REGEX_COMMIT_HASH.fullmatch(source.get("revision") or ""):
+        record |= {REVISION: settings["data"].get("revision"), COMMIT: source["revision"]}
+    return record
+
+
+class StreamCallback(TrainerCallback, ExportableState):
+    """Has a Trainer write into trainer_state.json where a stream goes on, and go on there.
+
+    Args:
+        stream: what is trained on.
+        per_step: its sequences in a step of all processes.
+        checkpoint: from where the training goes on.
+    """
+
+    def __init__(self, stream: PackedStream, per_step: int, checkpoint: Path | None) -> None:
+        self.stream, self.per_step, self.checkpoint = stream, per_step, checkpoint
+        self.step = read_json(checkpoint / "trainer_state.json")["global_step"] if checkpoint else 0
+        self.trainer: Trainer | None = None  # which is made with its callbacks
+
+    def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Restores random numbers. A Trainer that skips no data does so before its data loader draws some."""
+        if self.checkpoint and self.trainer:
+            self.trainer._load_rng_state(str(self.checkpoint))
+            self.checkpoint = None
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Counts steps, and sets the epoch, which a Trainer that skips no data counts from 0 again."""
+        self.step = state.global_step
+        state.epoch = state.global_step / state.max_steps
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer writes."""
+        return {"args": {}, "attributes": {"stream": self.stream.state(self.step * self.per_step)}}
+
+
+def train(
+    settings: Mapping[str, Any],
+    arguments: TrainingArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    source: dict[str, Any],
+    record: Mapping[str, Any],
+    of_baseline: bool,
+) -> None:
+    """Trains, or goes on, in a folder that no other run uses. The arguments are what `pretrain` makes of its file."""
+    folder, length = Path(arguments.output_dir), settings["sequence_length"]
+    held_out = settings["data"].get("evaluation_sequences", 0)
+    checkpoint = last_checkpoint(folder)
+    set_seed(arguments.seed)
+    model = build_model(settings["model"], tokenizer, length, of_baseline)
+
+    streaming: StreamCallback | None = None
+    rows: Any
+    evaluated: Any
+    if settings["data"].get("streaming"):
+        del source["streaming"]
+        per_step = settings["tokens_per_step"] // length
+        state = read_json(checkpoint / "trainer_state.json")["stateful_callbacks"] if checkpoint else {}
+        begin = state[StreamCallback.__name__]["attributes"]["stream"] if checkpoint else None
+        rows = PackedStream(tokenizer, length, arguments.max_steps * per_step, held_out, begin, **source)
+        evaluated = from_main_process(lambda: list(PackedStream(tokenizer, length, max(1, held_out), **source)))
+        probe = evaluated[0]
+        streaming = StreamCallback(rows, per_step, checkpoint)
+        arguments.ignore_data_skip = True  # the stream goes on by itself
+    else:
+        with arguments.main_process_first(desc="tokenising"):
+            every = packed(tokenizer, length, cache_dir=settings["data"].get("cache_dir"), **source)
+        if len(every) <= held_out:
+            raise ValueError(f"`data.evaluation_sequences` must leave some to train on: {held_out} of {len(every)}.")
+        rows = every.select(range(len(every) - held_out))
+        evaluated = every.select(range(len(every) - held_out, len(every))) if held_out else None
+        probe = every[-1]
+
+    trainer = Trainer(
+        model,
+        arguments,
+        data_collator=collate,
+        train_dataset=rows,
+        eval_dataset=evaluated if held_out else None,
+        processing_class=tokenizer,
+        callbacks=[StopOnNonFiniteCallback(), *([streaming] if streaming else [])],
+    )
+    if streaming:
+        streaming.trainer = trainer
+    if not of_baseline:
+        trainer.add_callback(
+            DifferentialStatsCallback(trainer, torch.tensor(probe["input_ids"][:PROBE_TOKENS]).unsqueeze(0))
+        )
+    if arguments.should_save:
+        write_json(folder / f"{RECORD}.part", record)
+        os.replace(folder / f"{RECORD}.part", folder / RECORD)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    trainer.save_model()
+    trainer.save_state()
 
 
 def pretrain(path: str | Path, of_baseline: bool = False) -> Path:
@@ -273,7 +456,8 @@ def pretrain(path: str | Path, of_baseline: bool = False) -> Path:
             repository to go on with (`baseline_from`: the Transformer beside it); and `attn_implementation`;
             `tokenizer`: its folder or repository;
             `data`: what `read_documents` takes, `max_tokens`, `cache_dir`, and `evaluation_sequences`, how many
-            sequences at the end are not trained but evaluated on;
+            sequences at the end are not trained but evaluated on; or, with `streaming: true`, a `dataset` that is
+            packed while it is read, see `PackedStream`, of which the first sequences are evaluated on;
             `sequence_length` and `tokens_per_step`, in tokens;
             `training`: fields of transformers' `TrainingArguments`.
         of_baseline: train the matched Transformer on the same tokens, into the same folder's name with `-baseline`.
@@ -283,52 +467,19 @@ def pretrain(path: str | Path, of_baseline: bool = False) -> Path:
         apart) and checkpoints.
 
     Raises:
-        ValueError: a field is wrong, or the folder was begun with others.
+        ValueError: a field is wrong, the folder was begun with others, or another run writes into it.
         FloatingPointError: gradients were not finite; the step is told and its batch is not learned.
     """
     settings = read_settings(Path(path))
     arguments = training_arguments(settings, of_baseline)
     folder = Path(arguments.output_dir)
-    length = settings["sequence_length"]
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"`training.output_dir` must be a folder, {folder} is a file.")
     tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"], trust_remote_code=False)
-    source = dict(pin(settings["data"]))
-    held_out = source.pop("evaluation_sequences", 0)
-    cache_dir = source.pop("cache_dir", None)
-    unchanged = {
-        "`model`": settings["model"],
-        "`tokens_per_step`": settings["tokens_per_step"],
-        "`data.evaluation_sequences`": held_out,
-        "`training.seed`": arguments.seed,
-        "text, tokenizer or `sequence_length`": fingerprint(tokenizer, length, **source),
-    }
-    record = {name: sha256(json.dumps(value).encode()).hexdigest()[:16] for name, value in unchanged.items()}
+    fields = {name: settings["data"][name] for name in SOURCE if name in settings["data"]}
+    source = from_main_process(lambda: resolve_source(fields, folder))
+    record = make_record(settings, source, fingerprint(tokenizer, settings["sequence_length"], **source))
     check_folder(folder, record)
-    set_seed(arguments.seed)
-    model = build_model(settings["model"], tokenizer, length, of_baseline)
-
-    with arguments.main_process_first(desc="tokenising"):
-        rows = packed(tokenizer, length, cache_dir=cache_dir, **source)
-    if len(rows) <= held_out:
-        raise ValueError(f"`data.evaluation_sequences` must leave some to train on: {held_out} of {len(rows)}.")
-
-    trainer = Trainer(
-        model,
-        arguments,
-        data_collator=collate,
-        train_dataset=rows.select(range(len(rows) - held_out)),
-        eval_dataset=rows.select(range(len(rows) - held_out, len(rows))) if held_out else None,
-        processing_class=tokenizer,
-        callbacks=[StopOnNonFiniteCallback()],
-    )
-    if not of_baseline:
-        probe = torch.tensor(rows[-1]["input_ids"][:PROBE_TOKENS]).unsqueeze(0)
-        trainer.add_callback(DifferentialStatsCallback(trainer, probe))
-    if arguments.should_save:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / f"{RECORD}.part", record)
-        os.replace(folder / f"{RECORD}.part", folder / RECORD)
-    checkpoint = last_checkpoint(folder)
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    trainer.save_model()
-    trainer.save_state()
+    with locked(folder, "set another `training.output_dir`") if arguments.should_save else nullcontext():
+        train(settings, arguments, tokenizer, source, record, of_baseline)
     return folder
