@@ -1,30 +1,72 @@
+"""What `cost` says attention takes is what torch counts in plain formulas of it."""
+
+from collections.abc import Callable
+
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.cost import backward, floors, units
-
-
-def test_units_are_those_of_the_design() -> None:
-    assert units("transformer", "prefill") == 4
-    assert units("v1 padded call", "prefill") == 8
-    assert units("v1 fused", "prefill") == 6
-    assert units("v1 blocked", "prefill") == 4
-    assert units("v1 fused", "decode") == units("v1 blocked", "decode") == units("transformer", "decode") == 4
-    assert backward(2, 2) == 10
-    assert units("v1 fused", "train") - units("v1 fused", "prefill") == 10
-    assert units("v1 padded call", "train") == 2 * units("transformer", "train") == 28
+from benchmarks.cost import WAYS, floors, units
 
 
-def test_a_fused_training_step_costs_16_parts_of_14() -> None:
-    assert floors("train")["v1 fused"] == pytest.approx(16 / 14)
-    assert floors("train")["v1 blocked"] == 1.0
+N, D = 32, 8
+SHAPES = {  # maps, width of queries and keys, values, their width, whether maps are subtracted before the values
+    "transformer": (2, D, 2, D, False),
+    "v1 padded call": (2, 2 * D, 2, 2 * D, False),
+    "v1 fused": (2, D, 2, 2 * D, False),
+    "v1 blocked": (2, D, 1, 2 * D, True),
+    "v2 one call": (4, D, 4, D, False),
+    "v2 fused": (4, D, 4, D, False),
+    "v2 blocked": (4, D, 2, D, True),
+}
 
 
-def test_v2_has_twice_the_maps() -> None:
-    assert floors("prefill") == {
-        "v1 padded call": 2.0,
-        "v1 fused": 1.5,
-        "v1 blocked": 1.0,
-        "v2 one call": 2.0,
-        "v2 fused": 2.0,
-        "v2 blocked": 1.5,
-    }
+def softmax_maps(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return (query @ key.transpose(-1, -2)).softmax(-1)
+
+
+def counted(compute: Callable[[], object], queries: int) -> float:
+    """Multiplications with additions, in units of n·m·d."""
+    with FlopCounterMode(display=False) as counter:
+        compute()
+    return counter.get_total_flops() / (2 * queries * N * D)
+
+
+def plain(way: str, queries: int = N) -> tuple[float, float]:
+    """What a forward and a backward take; the backward makes the maps again, as kernels that do not keep them."""
+    maps, width, values, value_width, subtracts = SHAPES[way]
+    query = torch.randn(maps, queries, width, requires_grad=True)
+    key = torch.randn(maps, N, width, requires_grad=True)
+    value = torch.randn(values, N, value_width, requires_grad=True)
+    outputs = []
+
+    def forward() -> None:
+        weights = checkpoint(softmax_maps, query, key, use_reentrant=False)
+        if subtracts:
+            weights = weights[0::2] - 0.5 * weights[1::2]
+        outputs.append(weights @ value)
+
+    return counted(forward, queries), counted(lambda: outputs[0].sum().backward(), queries)
+
+
+@pytest.mark.parametrize("way", ["transformer", *WAYS])
+def test_units_are_what_torch_counts(way: str) -> None:
+    forward, backward = plain(way)
+    if way.endswith("fused"):  # which needs the products with the values once for both maps
+        _, backward = plain(way.replace("fused", "blocked"))
+    assert units(way, "prefill") == forward
+    assert units(way, "train") == forward + backward
+
+
+@pytest.mark.parametrize("way", ["transformer", *WAYS])
+def test_one_query_takes_what_torch_counts(way: str) -> None:
+    forward, _ = plain(way.replace("fused", "blocked"), queries=1)  # the maps of one query are whole
+    assert units(way, "decode") == forward
+
+
+def test_floors_are_shares_of_the_transformers_units() -> None:
+    transformer = sum(plain("transformer"))
+    for way, floor in floors("train").items():
+        assert floor == pytest.approx(units(way, "train") / transformer)
+    assert set(floors("prefill")) == set(SHAPES) - {"transformer"}

@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import pytest
 
 from benchmarks.cases import choose
@@ -5,20 +8,26 @@ from benchmarks.goals import GOALS, Mark, goal, marks
 from benchmarks.peers import Peer, Setting
 
 
-def test_goals_are_those_that_were_set() -> None:
-    small = {(one.case, one.setting.batch, one.setting.length): one.at_most for one in GOALS if one.threads == 2}
-    assert small == {
-        ("model/decode", 1, 2048): 1.10,
-        ("model/decode", 1, 8192): 1.10,
-        ("model/prefill", 1, 2048): 1.15,
-        ("model/train", 2, 512): 1.10,
-    }
-    papers = {(one.case, one.setting.length): 1 / one.at_most for one in GOALS if one.threads is None}
-    assert papers == {
-        ("model/decode", 32768): 1.0,
-        ("model/prefill", 4096): pytest.approx(0.95),
-        ("model/train", 4096): pytest.approx(0.95),
-    }
+README = (Path(__file__).parents[2] / "benchmarks/README.md").read_text(encoding="utf-8")
+
+
+def documented(threads: int | None) -> set[tuple[str, int, int, float]]:
+    """Case, sequences, tokens and largest ratio of the goals in the README's table."""
+    goals = set()
+    for case, cpu, gpu in re.findall(r"^\| `(model/\w+)` \| (.*) \| (.*) \|$", README, re.MULTILINE):
+        ratio, where = re.fullmatch(r"(.+) \((.+) tokens\)", gpu if threads is None else cpu).groups()
+        number, _, share = ratio.partition(" / ")
+        for tokens in where.replace(",", "").split(" and "):
+            batch, _, length = tokens.rpartition(" × ")
+            goals.add((case, int(batch or 1), int(length), float(number) / float(share or 1)))
+    return goals
+
+
+@pytest.mark.parametrize("threads", [2, None])
+def test_the_readme_has_the_goals(threads: int | None) -> None:
+    goals = [one for one in GOALS if one.threads == threads]
+    assert {(one.case, one.setting.batch, one.setting.length, one.at_most) for one in goals} == documented(threads)
+    assert len(goals) == len(documented(threads)) >= 3
 
 
 def test_what_runs_by_default_has_every_goals_setting() -> None:
