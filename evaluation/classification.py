@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Literal
 
 import torch
 from transformers import DynamicCache
@@ -17,9 +16,8 @@ from transformers import DynamicCache
 from diffllama.evaluation.data import Source, field, read_rows, read_text
 from diffllama.evaluation.likelihood import CHUNK, batches, likeliest, new_cache
 from diffllama.evaluation.models import Subject
+from diffllama.evaluation.settings import ClassificationTask
 
-
-TaskName = Literal["trec", "trec-fine", "banking77", "clinc150"]
 
 COARSE = {
     "ABBR": "abbreviation",
@@ -137,7 +135,7 @@ def read_clinc(source: Source) -> tuple[list[Example], list[Example]]:
     file = source.file("data_full.json")
     try:
         whole = json.loads(read_text(file))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
 
     def examples(part: str) -> Iterator[Example]:
@@ -152,7 +150,7 @@ def read_clinc(source: Source) -> tuple[list[Example], list[Example]]:
     return list(examples("train")), list(examples("test"))
 
 
-TASKS: dict[TaskName, Task] = {
+TASKS: dict[ClassificationTask, Task] = {
     "trec": Task(lambda source: read_trec(source, fine=False), "Question", "Type"),
     "trec-fine": Task(lambda source: read_trec(source, fine=True), "Question", "Type"),
     "banking77": Task(read_banking, "query", "intent"),
@@ -161,7 +159,7 @@ TASKS: dict[TaskName, Task] = {
 """The words before texts and classes are those of Bertsch et al. (arXiv 2405.00200)."""
 
 
-def read_examples(task: TaskName, source: Source) -> tuple[list[Example], list[Example]]:
+def read_examples(task: ClassificationTask, source: Source) -> tuple[list[Example], list[Example]]:
     """Training examples, without those whose text is also a test example's, and test examples.
 
     Raises:

@@ -1,9 +1,10 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`diffllama probe …`: one command for each probe, whose options are the fields of its class."""
+"""`diffllama probe …`: one command for each probe, whose options are its settings."""
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -15,11 +16,10 @@ from rich.table import Column, Table
 from typer.core import TyperGroup
 
 from diffllama.choices import DType
-from diffllama.evaluation.probes import PROBES
+from diffllama.evaluation.probes import PROBES, probe_class, settings_class
+from diffllama.evaluation.settings import Device
 from diffllama.extras import needs
 
-
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; a GPU if there is one.")]
 
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "compare": (
@@ -79,28 +79,34 @@ def short(names: list[str]) -> list[str]:
 
 
 def command(name: str) -> Callable[..., None]:
-    """The function behind `diffllama probe NAME`, whose signature has the probe's fields."""
-    with needs("eval"):
-        from transformers.utils import logging
-
-        from diffllama.evaluation.models import ModelSource
-        from diffllama.evaluation.probes import probe_class
-        from diffllama.evaluation.runs import Candidate, run
-
-        kind = probe_class(name)
+    """The function behind `diffllama probe NAME`, whose signature has the probe's settings."""
+    kind = settings_class(name)
 
     def measure(model: Any = None, **options: Any) -> None:
-        logging.disable_progress_bar()
         err = Console(stderr=True, soft_wrap=True, highlight=False)
         output, data, compare = options.pop("output"), options.pop("data", None), options.pop("compare", None)
         loading = {option: options.pop(option) for option in OPTIONS if kind.loads_models and option in options}
-        probe = kind(**options)
+        names = [name.rstrip("/") or name for name in compare or (model,) if name is not None]
         if kind.loads_models:
             if (model is None) == (compare is None):
                 raise typer.BadParameter("Name one model, or two with --compare A B.")
-            names = [name.rstrip("/") or name for name in compare or (model,)]
             if len({Path(name).resolve() for name in names}) < len(names):
                 raise typer.BadParameter(f"Name two models with --compare, not {names[0]} twice.")
+        for option, value in options.items():
+            if any(
+                isinstance(one, float) and not math.isfinite(one)
+                for one in (value if isinstance(value, list) else [value])
+            ):
+                raise typer.BadParameter(f"--{option.replace('_', '-')} must be a finite number.")
+        with needs("eval"):  # from here on it takes seconds to import
+            from transformers.utils import logging
+
+            from diffllama.evaluation.models import ModelSource
+            from diffllama.evaluation.runs import Candidate, run
+
+            probe = probe_class(name)(**options)
+        logging.disable_progress_bar()
+        if kind.loads_models:
             sources = [ModelSource(name=name, **loading) for name in names]
             candidates = [
                 Candidate(name, source.facts(), source.load)
@@ -122,16 +128,14 @@ def command(name: str) -> Callable[..., None]:
                     tasks[name] = bar.add_task(name, total=total)
                 bar.update(tasks[name], completed=done, total=total)
 
+            def show_note(text: str) -> None:
+                err.print(text, markup=False)
+
             try:
-                report = run(probe, candidates, output=output, data=data, progress=progress)
+                report = run(probe, candidates, output=output, data=data, progress=progress, note=show_note)
             except KeyboardInterrupt:
                 err.print("Interrupted. Repeated, the command goes on from here.")
                 raise
-        lengths = getattr(probe, "length", 0)
-        longest = max(lengths) if isinstance(lengths, list) else lengths
-        for facts in report.record["models"]:
-            if longest > (facts.get("positions") or longest):
-                err.print(f"{longest:,} tokens are more than the {facts['positions']:,} positions of {facts['name']}.")
         if (report.record["data"] or {}).get("path", "").startswith("built-in"):
             err.print("These are the built-in sample's numbers, which say little: name real data with --data.")
         out = Console(highlight=False, markup=False)
@@ -179,7 +183,7 @@ def command(name: str) -> Callable[..., None]:
 
 
 class ProbeGroup(TyperGroup):
-    """Commands that are made when they are run or asked for help: their modules take seconds to import."""
+    """Commands that are made when they are run or asked for help."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """All probes."""

@@ -101,7 +101,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         rows = (
             json.loads(text) if text.startswith("[") else [json.loads(one) for one in text.split("\n") if one.strip()]
         )
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON, nor JSON on each line: {error}") from error
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{file} must have JSON objects, one on each line or in a list.")

@@ -6,16 +6,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from diffllama.evaluation.data import Source, field, read_rows, read_text, text_field
+from diffllama.evaluation.settings import DocumentTask, SummaryTask
 
 
-Summary = Literal["xsum", "cnn_dm", "multi_news"]
-Answer = Literal["qasper", "hotpotqa", "2wikimqa"]
-Task = Literal[Summary, Answer]
-
-SUMMARIES = get_args(Summary)
+SUMMARIES = get_args(SummaryTask)
 """Tasks whose documents have no question."""
 
 
@@ -28,7 +25,7 @@ class Document:
     reference: str
 
 
-def read(task: Task, source: Source) -> dict[str, Document]:
+def read(task: DocumentTask, source: Source) -> dict[str, Document]:
     """The documents of a task by name.
 
     Args:

@@ -1,11 +1,10 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The LM Evaluation Harness: its command line, and the items and metrics of the tasks in `tasks/`."""
+"""The LM Evaluation Harness: the items and metrics of the tasks in `tasks/`."""
 
 import logging
 import math
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -13,9 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from lm_eval._cli import HarnessCLI
-from lm_eval.config.evaluate_config import EvaluatorConfig
-from lm_eval.utils import setup_logging
 from transformers import AutoTokenizer
 
 from diffllama.evaluation.data import Source, find
@@ -25,8 +21,6 @@ from diffllama.evaluation.models import Subject
 from diffllama.evaluation.multiple_choice import dataset_name, read
 from diffllama.evaluation.probes.needles import Needles
 
-
-TASKS = Path(__file__).parent / "tasks"
 
 RANGES: dict[str, tuple[type, float, float]] = {
     "length": (int, 1, math.inf),
@@ -40,19 +34,6 @@ LISTS = ("length", "depth")
 """Those that may be a list."""
 
 logger = logging.getLogger(__name__)
-
-
-def run(arguments: Sequence[str]) -> None:
-    """Runs lm-eval's own command line, which finds our tasks beside its own and those of `--include_path`."""
-    setup_logging()
-    sys.argv = ["lm-eval", *arguments]  # it takes them from there
-    command_line = HarnessCLI()
-    options = command_line.parse_args()
-    if hasattr(options, "include_path"):
-        config = EvaluatorConfig.load_yaml_config(options.config) if getattr(options, "config", None) else {}
-        theirs = options.include_path or config.get("include_path")
-        options.include_path = [str(TASKS), *([theirs] if theirs else [])]
-    command_line.execute(options)
 
 
 @contextmanager
@@ -77,6 +58,8 @@ def given(name: str, data: str | None, data_source: dict[str, bool] | None = Non
         said = str(error).replace("--data", "--metadata data=PATH")
         error.args = (said.replace("--length", "--metadata length=TOKENS"),)
         raise
+    if not isinstance(data_source, dict | None):
+        raise ValueError(f"--metadata data_source is what a task says of its data, got {data_source!r}. Leave it out.")
     if data_source is not None:
         data_source["built_in"] = source.built_in
     if source.built_in:

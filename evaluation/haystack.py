@@ -9,16 +9,9 @@ import random
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
-import typer
 from transformers import PreTrainedTokenizerBase
 
-
-DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
-"""Where an answer stands: 0 is the beginning of the text, 1 its end."""
-
-Depths = Annotated[list[float], typer.Option(min=0, max=1, help="Where the answer stands, 0 to 1. May be repeated.")]
 
 # fmt: off
 CITIES = (

@@ -3,17 +3,16 @@
 """What probes share that measure long texts."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
-
-import typer
+from typing import ClassVar
 
 from diffllama.evaluation.data import Source, texts
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.runs import Probe, S
+from diffllama.evaluation.settings import LongTextsSettings
 
 
 @dataclass(kw_only=True)
-class LongTexts(Probe[S]):
+class LongTexts(LongTextsSettings, Probe[S]):
     """Measures the beginnings of long texts.
 
     Args:
@@ -22,9 +21,6 @@ class LongTexts(Probe[S]):
     """
 
     dataset: ClassVar[str] = "novels"
-
-    length: Annotated[int, typer.Option(min=2, help="Tokens of each text; shorter texts are left out.")] = 1024
-    texts: Annotated[int, typer.Option(min=1, help="How many texts.")] = 8
 
     def beginnings(self, source: Source | None, subject: Subject) -> dict[str, list[int]]:
         """The beginnings of the first texts that are long enough, as token ids.

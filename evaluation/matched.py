@@ -4,18 +4,16 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import torch
-import typer
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from diffllama import DiffLlamaConfig
-from diffllama.choices import Variant
-from diffllama.configuration import baseline, preset, preset_names
-from diffllama.evaluation.commands import Device
+from diffllama.configuration import baseline, preset
 from diffllama.evaluation.models import device
 from diffllama.evaluation.runs import Candidate, Probe, S
+from diffllama.evaluation.settings import MatchedSettings
 
 
 SMALL = {
@@ -34,7 +32,7 @@ Pair = dict[str, PreTrainedModel]
 
 
 @dataclass(kw_only=True)
-class Matched(Probe[S]):
+class Matched(MatchedSettings, Probe[S]):
     """Measures a pair of models that it makes itself.
 
     Args:
@@ -42,12 +40,6 @@ class Matched(Probe[S]):
         variant: a V2 has as many heads, of the same width, as the Transformer; a V1 half as many, twice as wide.
         device: as torch names it; the first GPU by default, if there is one.
     """
-
-    loads_models: ClassVar[bool] = False
-
-    size: Annotated[str | None, typer.Option(help=f"{', '.join(preset_names())}; a small model by default.")] = None
-    variant: Annotated[Variant, typer.Option(help="Of the differential model.")] = "v1"
-    device: Device = None
 
     @property
     def place(self) -> torch.device:

@@ -62,9 +62,17 @@ class Subject:
 
     @property
     def prefix(self) -> list[int]:
-        """What the tokenizer puts before every text: as a rule the id of the token of beginning, or nothing."""
+        """What the tokenizer puts before every text: as a rule the id of the token of beginning, or nothing.
+
+        Raises:
+            ValueError: the tokenizer has no tokens for `a`, or other ones where it adds special tokens.
+        """
         whole, text = self.tokenizer("a").input_ids, self.encode("a")
-        return next(whole[:at] for at in range(len(whole)) if whole[at : at + len(text)] == text)
+        prefixes = (whole[:at] for at in range(len(whole)) if text and whole[at : at + len(text)] == text)
+        prefix = next(prefixes, None)
+        if prefix is None:
+            raise ValueError(f"The tokenizer of {self.name} makes {text} of `a`, but {whole} with special tokens.")
+        return prefix
 
     def chat(self, message: str) -> list[int]:
         """Token ids of a user's message to which the assistant answers next, in the tokenizer's chat template.

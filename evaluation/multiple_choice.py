@@ -4,12 +4,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from diffllama.evaluation.data import Source, field, read_rows, read_text, text_field
+from diffllama.evaluation.settings import MultipleChoiceTask
 
 
-TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbook_qa", "piqa", "winogrande")
+TASKS: tuple[MultipleChoiceTask, ...] = get_args(MultipleChoiceTask)
 """As their files are called."""
 
 
@@ -92,9 +93,8 @@ def _item(name: str, contexts: Any, answers: Any, gold: Any, file: Path, ask: st
         text_field({name: text}, name, file)
     if type(gold) is not int or gold not in range(choices):  # 1.0 and True are in it, too
         raise ValueError(f"{file}: `gold` of {name} must be from 0 to {choices - 1}, got {gold!r}.")
-    return Item(
-        id=name,
-        contexts=[context.rstrip() + ask for context in contexts] * len(answers),
-        continuations=[f" {answer}" for answer in answers] * len(contexts),
-        gold=gold,
-    )
+    asked = [context.rstrip() + ask for context in contexts] * len(answers)
+    continuations = [f" {answer}" for answer in answers] * len(contexts)
+    pairs = list(zip(asked, continuations, strict=True))
+    first = pairs.index(pairs[gold])  # of equal answers, which are equally likely, a model is said to choose the first
+    return Item(id=name, contexts=asked, continuations=continuations, gold=first)

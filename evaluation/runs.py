@@ -8,6 +8,7 @@ bootstrap intervals, the comparison of two models, the table, the JSON and the f
 
 import dataclasses
 import gc
+import hashlib
 import io
 import json
 import math
@@ -17,22 +18,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
 import transformers
-import typer
 
-from diffllama import __version__
+from diffllama import __version__, evaluation, modeling_diff
 from diffllama.evaluation.data import Source, find
-from diffllama.evaluation.models import Subject
-from diffllama.files import replace_file
+from diffllama.evaluation.models import Subject, digest
+from diffllama.evaluation.settings import Settings
+from diffllama.files import locked, replace_file
 from diffllama.hub_cards.code import commit
 
 
 RESAMPLES = 1000
 """Bootstrap resamples of each interval."""
+
+FEWEST = 6
+"""Averages of fewer samples have no interval. A percentile interval never reaches beyond the smallest and the largest
+sample, and these enclose the centre of a symmetric distribution with a probability of 1 - 2 · 0.5ⁿ: below `CONFIDENCE`
+if n < 6."""
 
 CONFIDENCE = 0.95
 
@@ -40,11 +46,8 @@ Cell = dict[str, Any]
 """What a number is about, such as {"length": 4096, "depth": 0.5}."""
 
 Row = dict[str, Any]
-"""A cell's numbers: `cell`, `samples` (how many), `models` (for each, metric -> `mean` and, of several samples, `low`
+"""A cell's numbers: `cell`, `samples` (how many), `models` (for each, metric -> `mean` and, of enough samples, `low`
 and `high`) and, of two models, `difference` (the second less the first, likewise)."""
-
-BatchTokens = Annotated[int, typer.Option(min=1, help="Tokens computed at once, or one prompt with more.")]
-"""Of probes that compute prompts in batches."""
 
 S = TypeVar("S")
 
@@ -102,25 +105,11 @@ def dumps(value: Any, indent: int | None = None) -> str:
 
 
 @dataclass(kw_only=True)
-class Probe(ABC, Generic[S]):
-    """A measurement of the paper. Its fields are its settings, and the options of its command.
+class Probe(Settings, ABC, Generic[S]):
+    """A measurement of the paper, with its settings. If it `loads_models`, its user names them."""
 
-    Args:
-        seed: of everything that is drawn at random.
-    """
-
-    command: ClassVar[str]
-    """Its name on the command line."""
-    paper: ClassVar[str]
-    """Where the paper has it."""
-    loads_models: ClassVar[bool] = True
-    """Whether its subjects are models that somebody names; otherwise `candidates` makes them."""
-    takes_data: ClassVar[bool] = True
-    """Whether it reads data."""
     intervals: ClassVar[bool] = True
     """Whether its numbers are averages over samples, of which bootstrap intervals make sense."""
-
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of everything that is drawn at random.")] = 0
 
     @property
     def dataset(self) -> str:
@@ -137,6 +126,11 @@ class Probe(ABC, Generic[S]):
 
         `subject` is a `Subject`, or whatever else the probe's own `candidates` load.
         """
+
+    def tokens_at_once(self, subject: Subject, samples: Mapping[str, S]) -> int:
+        """How many tokens its longest sample has, with what is generated; by default the setting `length`."""
+        length: int | list[int] = getattr(self, "length", 0)
+        return max(length) if isinstance(length, list) else length
 
     @abstractmethod
     def measure(self, subject: Any, samples: Mapping[str, S]) -> Iterator[Outcome]:
@@ -207,7 +201,7 @@ def interval(means: np.ndarray) -> dict[str, float]:
 def average(measured: Sequence[Mapping[str, Outcome]], *, seed: int, intervals: bool) -> list[Row]:
     """Averages over samples for each cell, with bootstrap intervals; of two models, the difference of paired samples.
 
-    A sample is counted in a cell if every model has it there, with a weight. One sample has no interval.
+    A sample is counted in a cell if every model has it there, with a weight. Fewer than `FEWEST` have no interval.
 
     Args:
         measured: for each model, outcomes by sample.
@@ -234,7 +228,7 @@ def average(measured: Sequence[Mapping[str, Outcome]], *, seed: int, intervals: 
         for metric in by_model[0][shared[0]].values:
             values = [np.array([samples[name].values[metric] for name in shared]) for samples in by_model]
             means = [float((v * w).sum() / w.sum()) for v, w in zip(values, weights, strict=True)]
-            spread = intervals and len(shared) > 1
+            spread = intervals and len(shared) >= FEWEST
             drawn = [resampled(v, w, picks) for v, w in zip(values, weights, strict=True)] if spread else []
             for index, mean in enumerate(means):
                 row["models"][index][metric] = {"mean": mean} | (interval(drawn[index]) if drawn else {})
@@ -285,6 +279,19 @@ def versions() -> dict[str, str | None]:
     }
 
 
+def computed_by() -> dict[str, str]:
+    """What the numbers depend on besides settings, data and model: the code that computes, and libraries under it."""
+    code = hashlib.sha256()
+    for module in (evaluation, modeling_diff):
+        (folder,) = module.__path__
+        code.update(digest(Path(folder), ("**/*.py",)).encode())
+    return {"code": code.hexdigest(), "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+RECORDED = ("versions", "paper", "data.path", "model.name", "model.commit")
+"""What is kept beside samples and decides nothing: the same bytes by another name, another commit of the same code."""
+
+
 class Kept:
     """The outcomes of one model that are on disk, a line each, after a line that says what they are of.
 
@@ -311,7 +318,7 @@ class Kept:
         except (ValueError, TypeError, LookupError) as error:
             raise ValueError(f"{file} has something else than samples: {error}. {another}") from error
         ours = json.loads(dumps(header))
-        differs = differences(theirs, ours)
+        differs = [name for name in differences(theirs, ours) if not name.startswith(RECORDED)]
         if self.outcomes and differs:
             raise ValueError(f"{file} has samples of a run that differs in {', '.join(differs)}. {another}")
         if differs:
@@ -345,6 +352,7 @@ def run(
     output: Path,
     data: Path | None = None,
     progress: Progress = lambda name, done, total: None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Report:
     """Measures models and writes `results.json`, `figure.png` and each model's samples into a folder.
 
@@ -355,12 +363,14 @@ def run(
         data: file or folder with the probe's data, or a folder in which it lies under the probe's name for it; the
             built-in sample by default.
         progress: called after each sample.
+        note: told what limits the numbers, such as a text longer than a model has positions. The results have it too.
 
     Raises:
         FileNotFoundError: `data` has nothing of the kind.
         NotADirectoryError: `output` is a file.
         IsADirectoryError: what it is to get is a folder.
-        ValueError: the data or a setting is not what the probe takes, or the folder has another run's samples.
+        ValueError: the data or a setting is not what the probe takes, the folder has another run's samples, or another
+            run is writing into it.
     """
     from matplotlib.figure import Figure  # needs the extra `eval`
 
@@ -376,15 +386,49 @@ def run(
         "settings": dataclasses.asdict(probe),
         "data": source.facts() if source else None,
     }
-    chosen = list(candidates)
+    with locked(output, "name another folder with --output"):
+        report = measured(probe, list(candidates), output, source, what, progress, note)
+        replace_file(output / "results.json", dumps(report.json(), indent=1) + "\n")
+        figure, image = Figure(), io.BytesIO()
+        probe.draw(report, figure)
+        figure.savefig(image, dpi=110, format="png")
+        replace_file(output / "figure.png", image.getvalue())
+    return report
+
+
+def measured(
+    probe: Probe,
+    candidates: Sequence[Candidate],
+    output: Path,
+    source: Source | None,
+    what: dict[str, Any],
+    progress: Progress,
+    note: Callable[[str], None],
+) -> Report:
+    """The report of a run in a folder that no other run uses. The arguments are those of `run` and what it found."""
+    notes: list[str] = []
+
+    def tell(text: str) -> None:
+        notes.append(text)
+        note(text)
+
+    header = what | {"computed_by": computed_by(), "versions": versions()}
     every_kept = [
-        Kept(output / f"samples-{number}.jsonl", what | {"model": candidate.facts, "versions": versions()})
-        for number, candidate in enumerate(chosen, 1)
+        Kept(output / f"samples-{number}.jsonl", header | {"model": candidate.facts})
+        for number, candidate in enumerate(candidates, 1)
     ]
     outcomes, facts = [], []
-    for candidate, kept in zip(chosen, every_kept, strict=True):
+    for candidate, kept in zip(candidates, every_kept, strict=True):
         subject = candidate.load()
         samples = probe.samples(source, subject)
+        if isinstance(subject, Subject):
+            positions = getattr(subject.model.config.get_text_config(), "max_position_embeddings", None)
+            tokens = probe.tokens_at_once(subject, samples)
+            if positions and tokens > positions:
+                tell(
+                    f"{tokens:,} tokens are more than the {positions:,} positions of {candidate.name} "
+                    "(`max_position_embeddings`), which it was not made for."
+                )
         missing = {name: sample for name, sample in samples.items() if name not in kept.outcomes}
         progress(candidate.name, len(samples) - len(missing), len(samples))
         for outcome in probe.measure(subject, missing) if missing else ():
@@ -394,15 +438,12 @@ def run(
         facts.append(candidate.facts | (described(subject) if isinstance(subject, Subject) else {}))
         del subject, samples, missing
         gc.collect()  # before the next model takes memory
-    names = [candidate.name for candidate in chosen]
-    record = what | {"models": facts, "versions": versions()}
-    report = Report(probe, names, probe.rows(outcomes), outcomes, record)
-    replace_file(output / "results.json", dumps(report.json(), indent=1) + "\n")
-    figure, image = Figure(), io.BytesIO()
-    probe.draw(report, figure)
-    figure.savefig(image, dpi=110, format="png")
-    replace_file(output / "figure.png", image.getvalue())
-    return report
+    rows = probe.rows(outcomes)
+    if probe.intervals and any(row["samples"] < FEWEST for row in rows):
+        tell(f"Averages of fewer than {FEWEST} samples have no interval.")
+    names = [candidate.name for candidate in candidates]
+    record = what | {"models": facts, "notes": notes, "versions": versions()}
+    return Report(probe, names, rows, outcomes, record)
 
 
 def described(subject: Subject) -> dict[str, Any]:

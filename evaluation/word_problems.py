@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from xml.etree import ElementTree
 
 from diffllama.evaluation.data import Source, field, read_rows, read_text, text_field
+from diffllama.evaluation.settings import WordProblemTask
 
-
-Task = Literal["gsm8k", "math", "svamp", "asdiv", "mawps"]
 
 FOLDERS = {"math": "multiple_choice"}
 """Tasks whose data `find` has under another name."""
@@ -71,7 +70,7 @@ class Problem:
     answer: str
 
 
-def read(task: Task, source: Source) -> dict[str, Problem]:
+def read(task: WordProblemTask, source: Source) -> dict[str, Problem]:
     """The problems of a task by name, from its publisher's files.
 
     Args:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diffllama.evaluation.runs import Probe
+    from diffllama.evaluation.settings import Settings
 
 
 PROBES = {
@@ -32,3 +33,10 @@ def probe_class(command: str) -> "type[Probe[Any]]":
     """The class behind a command of `diffllama probe`."""
     module = importlib.import_module(f"diffllama.evaluation.probes.{command.replace('-', '_')}")
     return getattr(module, PROBES[command][0])
+
+
+def settings_class(command: str) -> "type[Settings]":
+    """The settings of that class, which are there without importing torch."""
+    from diffllama.evaluation import settings
+
+    return getattr(settings, f"{PROBES[command][0]}Settings")

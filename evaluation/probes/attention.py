@@ -3,21 +3,21 @@
 """How much attention goes to the answer in a long text, and how much to the rest of it, the noise."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import typer
 from matplotlib.patches import Rectangle
 from transformers import PreTrainedModel
 
 from diffllama.evaluation.attention import AttentionCall, watched
 from diffllama.evaluation.data import Source, texts
 from diffllama.evaluation.figures import finish, heat_map, lines, panels
-from diffllama.evaluation.haystack import DEPTHS, Depths, Haystack
+from diffllama.evaluation.haystack import Haystack
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report
+from diffllama.evaluation.settings import AttentionToAnswerSettings
 
 
 BINS = 32
@@ -73,7 +73,7 @@ def last_rows(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 @dataclass(kw_only=True)
-class AttentionToAnswer(Probe[Passage]):
+class AttentionToAnswer(AttentionToAnswerSettings, Probe[Passage]):
     """Attention of the prompt's last token, which predicts the first one of the answer, to the answer and to noise.
 
     A sentence with a city's magic number, the needle, stands at a depth of a text, and a question for the number after
@@ -100,13 +100,7 @@ class AttentionToAnswer(Probe[Passage]):
         samples_per_cell: prompts for each depth; the same texts, cities and numbers for all of them.
     """
 
-    command: ClassVar[str] = "attention"
-    paper: ClassVar[str] = "section 3.4, table 3; figure 1"
     dataset: ClassVar[str] = "novels"
-
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 4096
-    depth: Depths = field(default_factory=DEPTHS.copy)
-    samples_per_cell: Annotated[int, typer.Option("--samples", min=1, help="Prompts of each depth.")] = 10
 
     def samples(self, source: Source | None, subject: Subject) -> Mapping[str, Passage]:
         """Prompts with one needle, as token ids."""

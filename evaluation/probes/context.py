@@ -4,7 +4,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -14,14 +14,12 @@ from diffllama.evaluation.likelihood import token_log_probs
 from diffllama.evaluation.long_texts import LongTexts
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.runs import Measurement, Outcome, Report
+from diffllama.evaluation.settings import ContextSettings
 
 
 @dataclass(kw_only=True)
-class Context(LongTexts[list[int]]):
+class Context(ContextSettings, LongTexts[list[int]]):
     """Cumulative average negative log-likelihood by position, on long texts."""
-
-    command: ClassVar[str] = "context"
-    paper: ClassVar[str] = "section 3.3, figure 4"
 
     def samples(self, source: Source | None, subject: Subject) -> Mapping[str, list[int]]:
         """The beginnings of texts, as token ids."""

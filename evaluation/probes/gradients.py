@@ -7,10 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
-import typer
 from transformers import PreTrainedModel
 
 from diffllama.configuration import recipe
@@ -18,6 +17,7 @@ from diffllama.evaluation.data import Source, texts
 from diffllama.evaluation.figures import COLOURS, MARKERS, finish, panels
 from diffllama.evaluation.matched import Matched, Pair
 from diffllama.evaluation.runs import Candidate, Measurement, Outcome, Report
+from diffllama.evaluation.settings import GradientsSettings
 
 
 LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -44,7 +44,7 @@ def norms(model: PreTrainedModel) -> dict[str, list[float]]:
 
 
 @dataclass(kw_only=True)
-class Gradients(Matched[torch.Tensor]):
+class Gradients(GradientsSettings, Matched[torch.Tensor]):
     """Norms of the loss's gradients at initialisation and in early training, averaged over the layers.
 
     The paper derives that the gradients of differential attention are of the same magnitude as those of softmax
@@ -63,15 +63,8 @@ class Gradients(Matched[torch.Tensor]):
         learning_rate: of AdamW; by default the scaling study's, up to 2.8B.
     """
 
-    command: ClassVar[str] = "gradients"
-    paper: ClassVar[str] = "appendix G"
     dataset: ClassVar[str] = "novels"
     intervals: ClassVar[bool] = False
-
-    steps: Annotated[int, typer.Option(min=0, help="Training steps before the last measurement.")] = 100
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 8
-    length: Annotated[int, typer.Option(min=3, help="Bytes of a sequence.")] = 256
-    learning_rate: Annotated[float, typer.Option(min=0, help="Of AdamW; constant.")] = 1.5e-4
 
     def candidates(self) -> list[Candidate]:
         """The pair."""

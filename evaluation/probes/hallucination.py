@@ -4,18 +4,17 @@
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar
-
-import typer
+from dataclasses import dataclass, replace
+from typing import Any
 
 from diffllama.evaluation.data import Source
 from diffllama.evaluation.figures import bars, finish, panels
-from diffllama.evaluation.grounded import SUMMARIES, Document, Task, read
+from diffllama.evaluation.grounded import SUMMARIES, Document, read
 from diffllama.evaluation.judge import Judge, agreement, fleiss_kappa, verdict
 from diffllama.evaluation.likelihood import completions
 from diffllama.evaluation.models import Subject
-from diffllama.evaluation.runs import BatchTokens, Measurement, Outcome, Probe, Report, Row
+from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report, Row
+from diffllama.evaluation.settings import HallucinationSettings
 
 
 JUDGEMENT = """\
@@ -35,7 +34,7 @@ hallucination, or with the line "Conclusion: False" if it is not."""
 
 
 @dataclass(kw_only=True)
-class Hallucination(Probe[Document]):
+class Hallucination(HallucinationSettings, Probe[Document]):
     """The share of greedy summaries or answers that a judge finds accurate and free of hallucination.
 
     As in the paper, which follows Lookback Lens (Chuang et al., 2024), the judge reads the document, what people
@@ -61,21 +60,6 @@ class Hallucination(Probe[Document]):
     Raises:
         ValueError: there is no judge, or its address is none.
     """
-
-    command: ClassVar[str] = "hallucination"
-    paper: ClassVar[str] = "section 3.6, table 4"
-
-    task: Annotated[Task, typer.Option(help="Which documents; the first three are summarised.")] = "xsum"
-    documents: Annotated[int, typer.Option(min=1, help="How many documents, drawn at random.")] = 100
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a document that are read; its beginning.")] = 4096
-    chat: Annotated[bool, typer.Option("--chat", help="Ask in the model's chat template.")] = False
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens at which a response is cut off.")] = 128
-    judge_url: Annotated[str, typer.Option(help="Base address of an OpenAI-compatible endpoint.")] = ""
-    judge_model: Annotated[list[str], typer.Option(help="A judge's name there. May be repeated.")] = field(
-        default_factory=lambda: ["gpt-4o"]
-    )
-    judge_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a judge's reply may take.")] = 120.0
-    batch_tokens: BatchTokens = 8192
 
     def __post_init__(self) -> None:
         if not (self.judge_url and self.judges):
@@ -131,6 +115,10 @@ class Hallucination(Probe[Document]):
         if self.chat:
             return completion.strip()
         return completion.strip().partition("\n\n" if self.kind == "summary" else "\n")[0]
+
+    def tokens_at_once(self, subject: Subject, samples: Mapping[str, Document]) -> int:
+        """The longest prompt and a completion that is cut off."""
+        return max(len(self.prompt(subject, sample)) for sample in samples.values()) + self.max_tokens
 
     def measure(self, subject: Subject, samples: Mapping[str, Document]) -> Iterator[Outcome]:
         """Has documents responded to, and the responses judged, batch by batch."""

@@ -6,15 +6,14 @@ import random
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
-import typer
-
-from diffllama.evaluation.classification import TASKS, Example, Prompt, TaskName, classify, option_ids, read_examples
+from diffllama.evaluation.classification import TASKS, Example, Prompt, classify, option_ids, read_examples
 from diffllama.evaluation.data import Source
 from diffllama.evaluation.figures import finish, lines, panels
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.runs import Cell, Measurement, Outcome, Probe, Report
+from diffllama.evaluation.settings import InContextSettings, ManyShotSettings
 
 
 SEPARATOR = "\n==\n"
@@ -30,7 +29,7 @@ class Trial(Prompt):
 
 
 @dataclass(kw_only=True)
-class InContext(Probe[Trial]):
+class InContext(InContextSettings, Probe[Trial]):
     """Classification of test questions after demonstrations, training examples of the same data set.
 
     Prompts and decoding are those of Bertsch et al. (arXiv 2405.00200), whose protocol the paper follows: `Question: …`
@@ -43,10 +42,6 @@ class InContext(Probe[Trial]):
         length: tokens that the longest prompt has at most, its answer included.
         questions: how many test questions are drawn at random, not balanced by class; at most all.
     """
-
-    task: Annotated[TaskName, typer.Option(help="Data set.")] = "trec"
-    length: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 1024
-    questions: Annotated[int, typer.Option(min=1, help="How many test questions.")] = 50
 
     @property
     def dataset(self) -> str:
@@ -110,16 +105,13 @@ class InContext(Probe[Trial]):
 
 
 @dataclass(kw_only=True)
-class ManyShot(InContext):
+class ManyShot(ManyShotSettings, InContext):
     """Accuracy with 1, 2, 4, … demonstrations, and with as many as fit into the length.
 
     Demonstrations are drawn at random, not balanced by class, and a larger number begins with those of a smaller one.
     There is one draw for each seed: intervals are over test questions, and the draw matters much where demonstrations
     are few. The paper does not say how it draws.
     """
-
-    command: ClassVar[str] = "icl"
-    paper: ClassVar[str] = "section 3.5, figure 6"
 
     def choose(self, train: list[Example]) -> Sequence[Example]:
         """All in a random order."""

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from operator import itemgetter
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import numpy as np
-import typer
 
 from diffllama.evaluation.classification import Example
 from diffllama.evaluation.figures import COLOURS, MARKERS, finish, panels
 from diffllama.evaluation.probes.icl import InContext
 from diffllama.evaluation.runs import RESAMPLES, Cell, Outcome, Report, Row, averages_over
+from diffllama.evaluation.settings import ShotOrderSettings
 
 
 def shuffled(examples: Sequence[Example], draw: random.Random) -> list[Example]:
@@ -62,7 +62,7 @@ def by_chance(correct: np.ndarray, seed: int) -> float:
 
 
 @dataclass(kw_only=True)
-class ShotOrder(InContext):
+class ShotOrder(ShotOrderSettings, InContext):
     """Accuracy over permutations of the same demonstrations, in random order and alternating by class.
 
     Demonstrations are as many as fit into the length, as nearly as possible equally many of each class. Both
@@ -76,11 +76,6 @@ class ShotOrder(InContext):
     Args:
         orders: permutations of each arrangement, each with a seed of its own.
     """
-
-    command: ClassVar[str] = "icl-order"
-    paper: ClassVar[str] = "section 3.5, figure 7"
-
-    orders: Annotated[int, typer.Option(min=2, help="Permutations of each arrangement.")] = 10
 
     def choose(self, train: list[Example]) -> Sequence[Example]:
         """One of each class in turn; a class that has no more is passed over."""

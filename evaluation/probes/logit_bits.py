@@ -8,19 +8,19 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
-import typer
 
 from diffllama.evaluation.attention import AttentionCall, watched
 from diffllama.evaluation.data import Source
 from diffllama.evaluation.figures import finish, lines, panels
 from diffllama.evaluation.likelihood import continuation_log_probs, likeliest
 from diffllama.evaluation.models import Subject
-from diffllama.evaluation.multiple_choice import TASKS, Item, dataset_name, read
-from diffllama.evaluation.runs import BatchTokens, Measurement, Outcome, Probe, Report
+from diffllama.evaluation.multiple_choice import Item, dataset_name, read
+from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report
+from diffllama.evaluation.settings import LogitBitsSettings
 from diffllama.modeling_diff.differential_attention import at_least_float32
 
 
@@ -63,7 +63,7 @@ def log_likelihoods(subject: Subject, items: Sequence[Item], bits: int, batch_to
 
 
 @dataclass(kw_only=True)
-class LogitBits(Probe[Item]):
+class LogitBits(LogitBitsSettings, Probe[Item]):
     """Zero-shot accuracy of multiple choice with the attention logits quantised dynamically, after training.
 
     Logits are the scaled scores before the softmax. Absmax quantisation to b bits divides them by their largest
@@ -80,13 +80,6 @@ class LogitBits(Probe[Item]):
         batch_tokens: at most so many tokens are computed at once, or one answer with its question.
     """
 
-    command: ClassVar[str] = "logit-bits"
-    paper: ClassVar[str] = "section 3.7, figure 8"
-
-    task: Annotated[str, typer.Option(help=f"One of {', '.join(TASKS)}.")] = "hellaswag"
-    items: Annotated[int, typer.Option(min=1, help="How many questions, drawn at random.")] = 500
-    batch_tokens: BatchTokens = 4096
-
     @property
     def dataset(self) -> str:
         """The task's data."""
@@ -98,6 +91,11 @@ class LogitBits(Probe[Item]):
         items = read(self.task, source)
         drawn = random.Random(f"{self.seed}:{self.task}").sample(items, min(self.items, len(items)))
         return {item.id: item for item in drawn}
+
+    def tokens_at_once(self, subject: Subject, samples: Mapping[str, Item]) -> int:
+        """The longest answer with its question."""
+        texts = (pair for item in samples.values() for pair in zip(item.contexts, item.continuations, strict=True))
+        return len(subject.prefix) + max(len(subject.encode("".join(pair))) for pair in texts)
 
     def measure(self, subject: Subject, samples: Mapping[str, Item]) -> Iterator[Outcome]:
         """Has the answers of some questions scored with every number of bits, then those of the next ones."""

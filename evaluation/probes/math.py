@@ -5,22 +5,20 @@
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
-
-import typer
+from typing import Any
 
 from diffllama.evaluation.data import Source
 from diffllama.evaluation.figures import bars, finish, panels
 from diffllama.evaluation.likelihood import completions
 from diffllama.evaluation.models import Subject
-from diffllama.evaluation.runs import BatchTokens, Measurement, Outcome, Probe, Report
+from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report
+from diffllama.evaluation.settings import MathSettings
 from diffllama.evaluation.word_problems import (
     FOLDERS,
     INSTRUCTION,
     LATEX,
     WORDS,
     Problem,
-    Task,
     correct,
     final_answer,
     read,
@@ -28,7 +26,7 @@ from diffllama.evaluation.word_problems import (
 
 
 @dataclass(kw_only=True)
-class Math(Probe[Problem]):
+class Math(MathSettings, Probe[Problem]):
     r"""Accuracy and length of the reasoning, by greedy generation.
 
     The prompts are ours. A problem follows four worked examples, each with `Question:` and `Answer:`, and its
@@ -50,16 +48,6 @@ class Math(Probe[Problem]):
         batch_tokens: at most so many tokens of prompts are computed at once, or one prompt.
     """
 
-    command: ClassVar[str] = "math"
-    paper: ClassVar[str] = "appendix C"
-
-    task: Annotated[Task, typer.Option(help="Which problems.")] = "gsm8k"
-    problems: Annotated[int | None, typer.Option(min=1, help="How many, drawn at random; all by default.")] = None
-    shots: Annotated[int, typer.Option(min=0, max=4, help="Worked examples before each problem, without --chat.")] = 4
-    chat: Annotated[bool, typer.Option("--chat", help="Ask in the model's chat template, without examples.")] = False
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens at which a completion is cut off.")] = 512
-    batch_tokens: BatchTokens = 8192
-
     @property
     def dataset(self) -> str:
         """The task's folder."""
@@ -79,6 +67,10 @@ class Math(Probe[Problem]):
         examples = (LATEX if self.task == "math" else WORDS)[: self.shots]
         texts = [f"Question: {question}\nAnswer: {solution}\n\n" for question, solution in examples]
         return subject.prefix + subject.encode("".join(texts) + f"Question: {problem.question}\nAnswer:")
+
+    def tokens_at_once(self, subject: Subject, samples: Mapping[str, Problem]) -> int:
+        """The longest prompt and a completion that is cut off."""
+        return max(len(self.prompt(subject, sample)) for sample in samples.values()) + self.max_tokens
 
     def measure(self, subject: Subject, samples: Mapping[str, Problem]) -> Iterator[Outcome]:
         """Has each problem answered."""

@@ -4,18 +4,18 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
-import typer
 
 from diffllama.evaluation.data import Source, texts
 from diffllama.evaluation.figures import finish, heat_map, panels
-from diffllama.evaluation.haystack import CITIES, DEPTHS, Depths, Haystack, Prompt
+from diffllama.evaluation.haystack import CITIES, Haystack, Prompt
 from diffllama.evaluation.likelihood import completions
 from diffllama.evaluation.models import Subject
-from diffllama.evaluation.runs import BatchTokens, Measurement, Outcome, Probe, Report, Row, averages_over
+from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report, Row, averages_over
+from diffllama.evaluation.settings import NeedlesSettings
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Task:
 
 
 @dataclass(kw_only=True)
-class Needles(Probe[Task]):
+class Needles(NeedlesSettings, Probe[Task]):
     """Multi-needle retrieval: N cities get magic numbers in a text, R of them are asked for.
 
     The first number that is asked for stands at the depth of its cell, the others anywhere. An answer counts by the
@@ -42,19 +42,7 @@ class Needles(Probe[Task]):
         batch_tokens: at most so many tokens of prompts are computed at once, or one prompt.
     """
 
-    command: ClassVar[str] = "needles"
-    paper: ClassVar[str] = "section 3.4, table 2 and figure 5"
     dataset: ClassVar[str] = "novels"
-
-    length: Annotated[list[int], typer.Option(min=1, help="Tokens of a prompt. May be repeated.")] = field(
-        default_factory=lambda: [4096]
-    )
-    depth: Depths = field(default_factory=DEPTHS.copy)
-    needles: Annotated[
-        list[str], typer.Option(metavar="N/R", help="Needles, and how many are asked for. May be repeated.")
-    ] = field(default_factory=lambda: ["1/1", "2/2", "4/2", "6/2"])
-    samples_per_cell: Annotated[int, typer.Option("--samples", min=1, help="Prompts of each cell.")] = 50
-    batch_tokens: BatchTokens = 8192
 
     def pairs(self) -> dict[str, tuple[int, int]]:
         """N and R of each entry of `needles`.
@@ -93,13 +81,22 @@ class Needles(Probe[Task]):
             for number in range(self.samples_per_cell)
         }
 
+    def answer_tokens(self, subject: Subject, queries: int) -> int:
+        """Tokens at which an answer with so many numbers is cut off."""
+        return queries * len(subject.encode(" 1234567 and")) + 4
+
+    def tokens_at_once(self, subject: Subject, samples: Mapping[str, Task]) -> int:
+        """The longest prompt and the longest answer."""
+        return max(self.length) + max(self.answer_tokens(subject, queries) for _, queries in self.pairs().values())
+
     def measure(self, subject: Subject, samples: Mapping[str, Task]) -> Iterator[Outcome]:
         """Has each prompt answered, in one line."""
-        number = len(subject.encode(" 1234567 and"))
         for queries in sorted({queries for _, queries in self.pairs().values()}):
             names = [name for name, task in samples.items() if len(task.prompt.numbers) == queries]
             prompts = [subject.prefix + subject.encode(samples[name].prompt.text) for name in names]
-            for index, text in completions(subject, prompts, queries * number + 4, self.batch_tokens, stop=["\n"]):
+            for index, text in completions(
+                subject, prompts, self.answer_tokens(subject, queries), self.batch_tokens, stop=["\n"]
+            ):
                 task = samples[names[index]]
                 yield Outcome(
                     names[index],

@@ -5,10 +5,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
-import typer
 from matplotlib.ticker import LogFormatter
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -18,6 +17,7 @@ from diffllama.evaluation.data import Source, texts
 from diffllama.evaluation.figures import COLOURS, finish, panels
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.runs import Outcome, Probe, Report, Row
+from diffllama.evaluation.settings import OutliersSettings
 
 
 RANKS = (1, 2, 3, 10, 100)
@@ -97,7 +97,7 @@ def magnitudes(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, Magnitude
 
 
 @dataclass(kw_only=True)
-class Outliers(Probe[list[int]]):
+class Outliers(OutliersSettings, Probe[list[int]]):
     """Largest magnitudes and median of attention logits and hidden states.
 
     Attention logits are |q·k| · scaling of every layer and head, in a differential one of both maps, for every pair of
@@ -114,13 +114,8 @@ class Outliers(Probe[list[int]]):
         length: tokens of a piece.
     """
 
-    command: ClassVar[str] = "outliers"
-    paper: ClassVar[str] = "section 3.7, table 5"
     dataset: ClassVar[str] = "novels"
     intervals: ClassVar[bool] = False
-
-    tokens: Annotated[int, typer.Option(min=1, help="So many tokens, if there are; the paper has 400000.")] = 8192
-    length: Annotated[int, typer.Option(min=16, help="Tokens of each piece of a text.")] = 1024
 
     def samples(self, source: Source | None, subject: Subject) -> Mapping[str, list[int]]:
         """Pieces of texts, as token ids."""

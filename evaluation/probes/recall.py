@@ -5,10 +5,9 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import torch
-import typer
 
 from diffllama.evaluation.data import Source, texts
 from diffllama.evaluation.figures import bars, finish, panels
@@ -16,6 +15,7 @@ from diffllama.evaluation.likelihood import token_log_probs
 from diffllama.evaluation.long_texts import LongTexts
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.runs import Measurement, Outcome, Report, Row
+from diffllama.evaluation.settings import RecallSettings
 
 
 SLICES = ("AR-hit", "others", "all")
@@ -41,7 +41,7 @@ class Text:
 
 
 @dataclass(kw_only=True)
-class Recall(LongTexts[Text]):
+class Recall(RecallSettings, LongTexts[Text]):
     """Average negative log-likelihood of slices of the tokens, after Zoology (arXiv 2312.04927).
 
     AR-hit (associative recall): the token is the last of an n-gram that the same text has shown before. Others: all
@@ -54,15 +54,6 @@ class Recall(LongTexts[Text]):
         n: of the n-grams.
         frequent: n-grams that are in the data's other texts more often than this count as others; by default none do.
     """
-
-    command: ClassVar[str] = "recall"
-    paper: ClassVar[str] = "section 3.8, table 6"
-
-    n: Annotated[int, typer.Option("--n", min=2, help="Of the n-grams: 2 is bigrams.")] = 2
-    frequent: Annotated[
-        int | None,
-        typer.Option(min=0, help="N-grams that the data's other texts have more often than this count as others."),
-    ] = None
 
     def samples(self, source: Source | None, subject: Subject) -> Mapping[str, Text]:
         """The beginnings of texts, and where they repeat an n-gram.

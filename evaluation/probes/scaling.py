@@ -14,6 +14,7 @@ from scipy.optimize import least_squares
 from diffllama.evaluation.data import Source, field, read_rows
 from diffllama.evaluation.figures import COLOURS, MARKERS, finish, panels
 from diffllama.evaluation.runs import Candidate, Cell, Measurement, Outcome, Probe, Report, Row
+from diffllama.evaluation.settings import ScalingSettings
 
 
 LABELS = {"transformer": "Transformer", "diff": "DIFF"}
@@ -164,7 +165,7 @@ def inside(pair: Measurement, points: dict[str, Points]) -> bool:
 
 
 @dataclass(kw_only=True)
-class Scaling(Probe[Curve]):
+class Scaling(ScalingSettings, Probe[Curve]):
     """Power laws L(N) and L(D) of given losses, and where both architectures' are equal.
 
     The data, a file `losses.csv` or `losses.jsonl`, have rows with `architecture` (transformer or diff), `parameters`
@@ -178,10 +179,7 @@ class Scaling(Probe[Curve]):
     interval, `low` and `high` are the range of what is fitted without one of the points.
     """
 
-    command: ClassVar[str] = "scaling"
-    paper: ClassVar[str] = "section 3.2, figure 3"
     dataset: ClassVar[str] = "scaling"
-    loads_models: ClassVar[bool] = False
     intervals: ClassVar[bool] = False
 
     def candidates(self) -> list[Candidate]:

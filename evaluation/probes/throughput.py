@@ -5,19 +5,18 @@
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import torch
-import typer
 from transformers import PreTrainedModel
 
-from diffllama.choices import DType
 from diffllama.evaluation.data import Source
 from diffllama.evaluation.figures import bars, finish, panels
 from diffllama.evaluation.matched import Matched, Pair
 from diffllama.evaluation.runs import Candidate, Measurement, Outcome, Report
+from diffllama.evaluation.settings import ThroughputSettings
 
 
 PASSES = ("forward", "forward + backward")
@@ -44,7 +43,7 @@ def check(name: str, model: PreTrainedModel, ids: torch.Tensor) -> None:
 
 
 @dataclass(kw_only=True)
-class Throughput(Matched[int]):
+class Throughput(ThroughputSettings, Matched[int]):
     """Tokens per second of a DIFF and its matched Transformer, both with random weights and torch's own attention.
 
     Both models are in memory and take turns: a sample is a round, in which each is timed once for every length and
@@ -57,17 +56,6 @@ class Throughput(Matched[int]):
         rounds: how often each model is timed.
         dtype: of the weights and the computation; `auto` is bfloat16 on a GPU, float32 elsewhere.
     """
-
-    command: ClassVar[str] = "throughput"
-    paper: ClassVar[str] = "appendix A, table 7"
-    takes_data: ClassVar[bool] = False
-
-    length: Annotated[list[int], typer.Option(min=2, help="Tokens of a sequence. May be repeated.")] = field(
-        default_factory=lambda: [2048, 4096]
-    )
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 1
-    rounds: Annotated[int, typer.Option(min=1, help="How often each model is timed.")] = 10
-    dtype: Annotated[DType, typer.Option(help="auto is bfloat16 on a GPU, float32 elsewhere.")] = "auto"
 
     def candidates(self) -> list[Candidate]:
         """The pair, on this machine."""

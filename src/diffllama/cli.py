@@ -332,6 +332,9 @@ def pretrain(
 
     Repeated, a training that broke off goes on. On several GPUs: accelerate launch -m diffllama pretrain CONFIG.yaml
     """
+    from diffllama.training.settings import read_sections
+
+    read_sections(config)  # most mistakes are found before seconds of imports
     with needs("train"):
         from accelerate import PartialState
 
@@ -352,7 +355,7 @@ def evaluate(ctx: typer.Context) -> None:
     All arguments are lm-eval's.
     """
     with needs("eval"):
-        from diffllama.evaluation.harness import run  # takes seconds to import
+        from diffllama.evaluation.harness_command import run
 
     run(ctx.args)
 

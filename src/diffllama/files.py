@@ -5,9 +5,8 @@
 import glob
 import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import huggingface_hub  # what is used of it is imported when it is used, which takes a second
@@ -87,6 +86,8 @@ def locked(folder: Path, instead: str) -> Iterator[None]:
     try:
         yield
     finally:
+        with suppress(OSError):  # Windows keeps a file that is open
+            (folder / ".lock").unlink()
         lock.release()
-        if all(path.name == ".lock" for path in folder.iterdir()):
-            shutil.rmtree(folder)
+        with suppress(OSError):  # where something was written
+            folder.rmdir()

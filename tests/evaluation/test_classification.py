@@ -11,9 +11,10 @@ from subjects import KINDS, tiny_subject
 from tiny import EVERY_FEATURE, tiny_model
 
 from diffllama.evaluation import classification
-from diffllama.evaluation.classification import Example, Prompt, TaskName, classify, option_ids, read_examples
+from diffllama.evaluation.classification import Example, Prompt, classify, option_ids, read_examples
 from diffllama.evaluation.data import Source, find
 from diffllama.evaluation.models import Subject
+from diffllama.evaluation.settings import ClassificationTask
 
 
 def trec(folder: Path, train: str, test: str) -> Source:
@@ -33,8 +34,8 @@ def clinc(folder: Path, content: object) -> Source:
     return Source(folder, built_in=False)
 
 
-@pytest.mark.parametrize("task", get_args(TaskName))
-def test_built_in_samples(task: TaskName) -> None:
+@pytest.mark.parametrize("task", get_args(ClassificationTask))
+def test_built_in_samples(task: ClassificationTask) -> None:
     train, test = read_examples(task, find(task.removesuffix("-fine"), None))
     assert len(train) >= 30
     assert {one.label for one in test} <= {one.label for one in train}
@@ -70,8 +71,8 @@ def test_clinc_without_what_is_out_of_scope(tmp_path: Path) -> None:
     assert read_examples("clinc150", Source(tmp_path / "data_full.json", built_in=False)) == expected
 
 
-@pytest.mark.parametrize("task", get_args(TaskName))
-def test_a_byte_order_mark_is_no_text(task: TaskName, tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", get_args(ClassificationTask))
+def test_a_byte_order_mark_is_no_text(task: ClassificationTask, tmp_path: Path) -> None:
     built_in = find(task.removesuffix("-fine"), None)
     for file in built_in.path.iterdir():
         (tmp_path / file.name).write_bytes(b"\xef\xbb\xbf" + file.read_bytes())

@@ -110,6 +110,7 @@ class TestReadRows:
             ("rows.jsonl", '{"a": 1}\n[2]', "must have JSON objects"),
             ("rows.jsonl", '{"a": 1}\n{"a"', "is not JSON, nor JSON on each line"),
             ("rows.json", "a,b\n1,2", "is not JSON, nor JSON on each line"),
+            ("rows.json", 100_000 * "[", "is not JSON, nor JSON on each line"),
             ("rows.csv", "", "must have rows with as many fields as its first"),
             ("rows.csv", "a,b\n", "must have rows with as many fields as its first"),
             ("rows.csv", "a,b\n1,2\n3", "must have rows with as many fields as its first"),

@@ -22,7 +22,8 @@ from ruled import byte_tokenizer, ruled
 from diffllama.cli import main
 from diffllama.conversion import convert
 from diffllama.evaluation.data import SAMPLES, find
-from diffllama.evaluation.harness import TASKS, accuracy, accuracy_per_character, multiple_choice, needles
+from diffllama.evaluation.harness import accuracy, accuracy_per_character, multiple_choice, needles
+from diffllama.evaluation.harness_command import TASKS
 from diffllama.evaluation.multiple_choice import TASKS as NAMES
 from diffllama.evaluation.multiple_choice import dataset_name, read
 from diffllama.evaluation.probes.needles import Needles
@@ -229,6 +230,8 @@ def test_data_are_those_that_are_named(tmp_path: Path, monkeypatch: pytest.Monke
     assert first(data=str(tmp_path / "b")) == "Question: b?\nAnswer:"
     with pytest.raises(ValueError, match=r"--metadata data must be a path, such as \./novels, got 1"):
         first(data=1)
+    with pytest.raises(ValueError, match=r"--metadata data_source .* got 'mine'"):
+        first(data_source="mine")
     with pytest.raises(FileNotFoundError, match=rf"{tmp_path} has no piqa\.jsonl.* with --metadata data=PATH"):
         first(data=str(tmp_path))
 
@@ -350,7 +353,7 @@ def test_data_that_do_not_exist_are_one_line_of_error(models: Path, capsys: pyte
 def test_without_lm_eval_it_is_said_how_to_get_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "diffllama.evaluation.harness")
+    monkeypatch.delitem(sys.modules, "diffllama.evaluation.harness_command")
     for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
         monkeypatch.setitem(sys.modules, name, None)
     assert call("eval", "--help") == 1
@@ -359,17 +362,30 @@ def test_without_lm_eval_it_is_said_how_to_get_it(
     assert error.endswith("In a clone of diffllama: pip install '.[eval]'")
 
 
-def test_help_of_all_commands_imports_none_of_it() -> None:
+def test_help_and_refusals_of_all_commands_import_none_of_it() -> None:
     code = """
 import sys
 from typer.testing import CliRunner
 from diffllama.cli import app
-facts.update(output=CliRunner().invoke(app, ["--help"]).output)
-facts["imported"] = sorted({"lm_eval", "datasets", "transformers"} & set(sys.modules))
+for command in COMMANDS:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, command.split())
+    imported = sorted({"datasets", "matplotlib", "transformers"} & set(sys.modules))
+    facts[command] = [result.exit_code, result.output, imported]
 """
-    known = fresh.facts(code, {})
-    assert " eval " in known["output"]
-    assert known["imported"] == []
+    commands = {
+        "--help": (0, " eval "),
+        "eval --help": (0, "usage: lm-eval [-h] COMMAND"),
+        "eval run --nonesuch": (2, "unrecognized arguments: --nonesuch"),
+        "probe needles --help": (0, "--samples"),
+        "probe icl-order --help": (0, "trec-fine"),
+        "probe context": (2, "Name one model"),
+        "probe logit-bits m --task nonesuch": (2, "nonesuch"),
+        "probe attention m --depth nan": (2, "--depth must be a finite number"),
+    }
+    known = fresh.facts(code.replace("COMMANDS", repr(list(commands))), {})
+    for command, (status, text) in commands.items():
+        assert known[command][::2] == [status, []], command
+        assert text in known[command][1], command
 
 
 @pytest.mark.slow

@@ -8,7 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from subjects import tiny_subject
 from tiny import tiny_model, tiny_tokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from diffllama.evaluation.models import OWN_FILES, ModelSource, Subject, digest
 
@@ -154,6 +157,15 @@ def test_the_prefix_is_what_the_tokenizer_puts_before_texts() -> None:
     assert Subject(name="a", model=subject.model, tokenizer=tokenizer).prefix == []
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     assert Subject(name="a", model=subject.model, tokenizer=tokenizer).prefix == [1]
+
+
+def test_a_tokenizer_without_a_token_for_the_probed_text_is_refused() -> None:
+    subject = tiny_subject("v1")
+    backend = Tokenizer(BPE({"<s>": 0, "b": 1}, []))  # leaves out what it does not know
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    with pytest.raises(ValueError, match=r"The tokenizer of a makes \[\] of `a`, but \[0\] with special tokens"):
+        _ = Subject(name="a", model=subject.model, tokenizer=tokenizer).prefix
 
 
 def test_a_prefix_may_be_several_tokens_and_not_the_one_of_beginning() -> None:

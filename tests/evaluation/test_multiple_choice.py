@@ -30,6 +30,12 @@ def test_a_question_is_answered(task: str, end: str, tmp_path: Path) -> None:
     assert read(task, source) == [Item(f"{task}:0", [context, context], [" no", " yes"], 1)]
 
 
+def test_of_equal_answers_the_first_is_right(tmp_path: Path) -> None:
+    """They are equally likely, and of equally likely ones the first counts as the model's."""
+    source = made(tmp_path, "piqa", SEA | {"choices": ["no", "yes", "yes"], "gold": 2})
+    assert read("piqa", source)[0].gold == 1
+
+
 def test_openbook_qa_goes_on_with_its_sentence(tmp_path: Path) -> None:
     source = made(tmp_path, "openbook_qa", {"query": "The sea is", "choices": ["wet", "dry", "red"], "gold": 0})
     assert read("openbook_qa", source) == [Item("openbook_qa:0", ["The sea is"] * 3, [" wet", " dry", " red"], 0)]

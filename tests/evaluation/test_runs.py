@@ -53,13 +53,13 @@ class TestAverage:
         assert row == {"cell": {"at": 7}, "samples": 3, "models": [{"x": {"mean": 11 / 4}}]}
 
     def test_equal_values_have_an_interval_of_no_width(self) -> None:
-        row = only(average([outcomes(0.5, 0.5, 0.5, weights=(1, 2, 3))], seed=0, intervals=True))
+        row = only(average([outcomes(*6 * [0.5], weights=(1, 2, 3, 1, 2, 3))], seed=0, intervals=True))
         assert row["models"][0]["x"] == {"mean": 0.5, "low": 0.5, "high": 0.5}
 
     def test_an_interval_is_of_the_means_of_resamples(self) -> None:
-        # 0 and 1: the mean of two draws is 0, 1/2 or 1, the outer ones with probability 1/4 each
-        row = only(average([outcomes(0, 1)], seed=0, intervals=True))
-        assert row["models"][0]["x"] == {"mean": 0.5, "low": 0, "high": 1}
+        # half of them 1: the mean of six draws is 0 or 1 with probability 1/64 each, and 1/6 or 5/6 with 6/64
+        row = only(average([outcomes(0, 1, 0, 1, 0, 1)], seed=0, intervals=True))
+        assert row["models"][0]["x"] == {"mean": 0.5, "low": pytest.approx(1 / 6), "high": pytest.approx(5 / 6)}
 
     def test_a_resample_is_weighted(self) -> None:
         picks = np.array([[0, 1], [1, 1], [0, 0], [1, 0]])
@@ -82,9 +82,10 @@ class TestAverage:
         assert row["difference"] == {"x": {"mean": 4}}
 
     def test_a_weight_of_none_is_not_counted_whatever_the_value(self) -> None:
-        row = only(average([outcomes(1, 3, float("nan"), weights=(1, 1, 0))], seed=0, intervals=True))
-        assert row["samples"] == 2
-        assert row["models"][0]["x"] == {"mean": 2, "low": 1, "high": 3}
+        counted = outcomes(*6 * [2], float("nan"), weights=(*6 * [1], 0))
+        row = only(average([counted], seed=0, intervals=True))
+        assert row["samples"] == 6
+        assert row["models"][0]["x"] == {"mean": 2, "low": 2, "high": 2}
         assert average([outcomes(1, weights=(0,))], seed=0, intervals=True) == []
 
     def test_a_cell_that_one_model_lacks_is_left_out(self) -> None:
@@ -93,10 +94,17 @@ class TestAverage:
             outcome.measurements[1] = Measurement({"at": 2}, {"x": 9})
         assert [row["cell"] for row in average([one, outcomes(1, 2, at=1)], seed=0, intervals=False)] == [{"at": 1}]
 
-    def test_one_sample_has_no_interval(self) -> None:
-        row = only(average([outcomes(1), outcomes(3)], seed=0, intervals=True))
-        assert row["models"] == [{"x": {"mean": 1}}, {"x": {"mean": 3}}]
+    @pytest.mark.parametrize("count", [1, 2, 5])
+    def test_fewer_than_six_samples_have_no_interval(self, count: int) -> None:
+        row = only(average([outcomes(*range(count)), outcomes(*range(2, count + 2))], seed=0, intervals=True))
+        middle = (count - 1) / 2
+        assert row["models"] == [{"x": {"mean": middle}}, {"x": {"mean": middle + 2}}]
         assert row["difference"] == {"x": {"mean": 2}}
+
+    def test_six_are_the_fewest_whose_range_can_hold_the_centre_as_often_as_an_interval_says(self) -> None:
+        draws = np.random.default_rng(0).normal(size=(20_000, runs.FEWEST))
+        held = [((some.min(1) <= 0) & (some.max(1) >= 0)).mean() for some in (draws[:, 1:], draws)]
+        assert held[0] < runs.CONFIDENCE - 0.01 < runs.CONFIDENCE + 0.01 < held[1]
 
     def test_neither_order_nor_the_run_changes_an_interval_but_the_seed_does(self) -> None:
         measured = outcomes(*np.random.default_rng(1).normal(size=20))
@@ -162,26 +170,28 @@ def files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
+COMPUTED_BY = runs.computed_by()
 LINE = Outcome("a", []).line.encode() + b"\n"
 
 
 class TestRun:
     def test_what_a_run_writes(self, tmp_path: Path) -> None:
-        report = run(Squares(seed=5), [candidate(1, "a"), candidate(3, "b")], output=tmp_path)
+        report = run(Squares(seed=5, count=6), [candidate(1, "a"), candidate(3, "b")], output=tmp_path)
         assert {*files(tmp_path)} == {"results.json", "figure.png", "samples-1.jsonl", "samples-2.jsonl"}
         assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
         results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
         assert results == report.json()
         assert (results["probe"], results["paper"]) == ("squares", "nowhere")
-        assert results["settings"] == {"seed": 5, "count": 4, "values": []}
+        assert results["settings"] == {"seed": 5, "count": 6, "values": []}
+        assert results["notes"] == []
         assert results["data"] == {"path": "built-in novels", "sha256": digest(runs.find("novels", None).path)}
         assert [model["sha256"] for model in results["models"]] == ["1", "3"]
         assert results["versions"]["diffllama"] == diffllama.__version__
         assert results["versions"]["torch"] == torch.__version__
         assert {*results["versions"]} == {"diffllama", "commit", "torch", "transformers", "python"}
         (row,) = results["rows"]
-        assert [model["x"]["mean"] for model in row["models"]] == [4.5, 6.5]  # 0, 1, 4, 9 and 1 or 3
-        assert row["difference"]["x"] == {"mean": 2, "low": 2, "high": 2}
+        assert [model["x"]["mean"] for model in row["models"]] == [61 / 6, 73 / 6]  # 0, 1, 4, 9, 16, 25 and 1 or 3
+        assert row["difference"]["x"] == pytest.approx({"mean": 2, "low": 2, "high": 2})
 
     def test_a_loaded_model_is_described(self, tmp_path: Path) -> None:
         (facts,) = run(Squares(), [candidate(tiny_subject("v2"))], output=tmp_path).record["models"]
@@ -237,11 +247,73 @@ class TestRun:
             run(probe, [candidate(subject)], output=tmp_path / "out", data=file)
         assert files(tmp_path / "out") == before
 
-    def test_samples_of_another_version_are_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_samples_that_other_code_or_libraries_computed_are_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         run(Squares(), [candidate()], output=tmp_path)
+        for field in ("code", "torch", "transformers"):
+            with monkeypatch.context() as patch:
+                patch.setattr(runs, "computed_by", lambda field=field: COMPUTED_BY | {field: "another"})
+                with pytest.raises(ValueError, match=rf"differs in computed_by\.{field}\."):
+                    run(Squares(), [candidate()], output=tmp_path)
+
+    def test_a_run_goes_on_at_another_commit_and_by_another_name(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def named(name: str) -> Candidate:
+            return Candidate(name, {"name": name, "commit": name, "sha256": "0"}, lambda: 0)
+
+        (tmp_path / "data").write_text("1")
+        run(Squares(), [named("a")], output=tmp_path / "out", data=tmp_path / "data")
         monkeypatch.setattr(runs, "commit", lambda: "another")
-        with pytest.raises(ValueError, match=r"differs in versions\.commit"):
-            run(Squares(), [candidate()], output=tmp_path)
+        monkeypatch.setattr(Squares, "measure", lambda *arguments: pytest.fail("measured again"))
+        (tmp_path / "data").rename(tmp_path / "moved")
+        report = run(Squares(), [named("b")], output=tmp_path / "out", data=tmp_path / "moved")
+        assert report.record["versions"]["commit"] == "another"
+
+    def test_the_code_that_computes_is_known_by_its_bytes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "a.py").write_text("x = 1")
+        (tmp_path / "README.md").write_text("text")
+        monkeypatch.setattr(runs.evaluation, "__path__", [str(tmp_path)])
+        before = runs.computed_by()
+        (tmp_path / "README.md").write_text("other text")
+        assert runs.computed_by() == before
+        (tmp_path / "a.py").write_text("x = 2")
+        assert runs.computed_by()["code"] != before["code"]
+        assert {**runs.computed_by(), "code": ""} == {**before, "code": ""}
+
+    def test_a_second_run_into_one_folder_is_refused(self, tmp_path: Path) -> None:
+        def load() -> int:
+            with pytest.raises(ValueError, match=r"Another run is writing into .*: wait .* folder with --output"):
+                run(Squares(), [candidate()], output=tmp_path / "out")
+            return 0
+
+        run(Squares(), [Candidate("a", {}, load)], output=tmp_path / "out")
+
+    def test_what_limits_the_numbers_is_told_before_they_are_measured_and_kept(self, tmp_path: Path) -> None:
+        @dataclass(kw_only=True)
+        class Long(Squares):
+            length: int = 1025
+
+        told: list[str] = []
+
+        def measure(subject: Any, samples: Mapping[str, int]) -> Iterator[Outcome]:
+            assert told == [
+                "1,025 tokens are more than the 1,024 positions of model (`max_position_embeddings`), "
+                "which it was not made for."
+            ]
+            return Squares.measure(probe, 0, samples)
+
+        probe = Long()
+        probe.measure = measure  # type: ignore[method-assign]
+        report = run(probe, [candidate(tiny_subject("v1"))], output=tmp_path, note=told.append)
+        assert told[1:] == ["Averages of fewer than 6 samples have no interval."]
+        assert report.json()["notes"] == told
+        assert (
+            run(Long(length=1024), [candidate(tiny_subject("v1"))], output=tmp_path / "b").record["notes"] == told[1:]
+        )
 
     def test_a_second_model_of_another_run_is_told_before_the_first_is_measured(self, tmp_path: Path) -> None:
         run(Squares(), [candidate(0), candidate(1)], output=tmp_path)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diffllama.files import locate, replace_file
+from diffllama.files import locate, locked, replace_file
 
 
 @pytest.fixture
@@ -90,3 +90,20 @@ def test_what_a_killed_process_left_of_a_file_is_removed(tmp_path: Path) -> None
         path.touch()
     replace_file(tmp_path / "file", "new")
     assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "file", *others])
+
+
+def test_a_lock_keeps_others_out_and_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "run"
+    with locked(folder, "name another"):
+        says = r"Another run is writing into .*run: wait for its end, or name another\."
+        with pytest.raises(ValueError, match=says), locked(folder, "name another"):
+            pass
+        (folder / "written").touch()
+    assert os.listdir(folder) == ["written"]
+    (folder / ".lock").touch()  # a run that was killed
+    with pytest.raises(KeyError), locked(folder, "name another"):
+        raise KeyError
+    assert os.listdir(folder) == ["written"]
+    with locked(tmp_path / "empty", "name another"):
+        pass
+    assert not (tmp_path / "empty").exists()

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 import yaml
@@ -503,6 +504,18 @@ def test_a_nan_stops_it_with_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"training": {"lr": 1}}, "`training`: there is no field `lr`"),
         ({"training": {"gradient_accumulation_steps": 2, "output_dir": "x"}}, "is computed: set `tokens_per_step`"),
         ({"training": {"learning_rate": 1}}, "`training.output_dir` must be a folder, got None"),
+        ({"training": {"output_dir": "x", "auto_find_batch_size": True, "use_cpu": True, "bf16": False}}, "fewer than"),
+        (
+            {
+                "training": {
+                    "output_dir": "x",
+                    "accelerator_config": {"split_batches": True},
+                    "use_cpu": True,
+                    "bf16": False,
+                }
+            },
+            "`training.accelerator_config.split_batches` must be false",
+        ),
     ],
 )
 def test_a_mistake_in_the_file_is_named_and_nothing_is_written(changes: Any, message: str) -> None:
@@ -545,7 +558,23 @@ def test_what_is_missing_is_named_with_what_installs_it(monkeypatch: pytest.Monk
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ModuleNotFoundError, match=r"datasets.*\. In a clone of diffllama: pip install '\.\[train\]'"):
-        CliRunner().invoke(app, ["pretrain", "x.yaml"], catch_exceptions=False)
+        CliRunner().invoke(app, ["pretrain", str(write("x"))], catch_exceptions=False)
+
+
+def test_mistakes_are_named_before_libraries_are_imported() -> None:
+    Path("early.yaml").write_text("data: {file: texts}\nmodel: {}\ntokenizer: x\ntraining: {}\nrecipe: 3b")
+    code = """
+import sys
+from typer.testing import CliRunner
+from diffllama.cli import app
+for name in ("nonesuch.yaml", "early.yaml"):
+    facts[name] = str(CliRunner().invoke(app, ["pretrain", name]).exception)
+facts["imported"] = sorted({"transformers", "datasets"} & set(sys.modules))
+"""
+    known = fresh.facts(code, {})
+    assert known["nonesuch.yaml"] == "[Errno 2] No such file or directory: 'nonesuch.yaml'"
+    assert known["early.yaml"].endswith("`data`: there is no field `file`; did you mean `files`?")
+    assert known["imported"] == []
 
 
 @pytest.mark.slow

@@ -319,8 +319,8 @@ class PackedStream(IterableDataset):
             empty = row_state is None
             for tokens in tokenised(column_of(rows, self.column), self.tokenizer):
                 rest += tokens
-                skipped = min(skip, len(rest))
-                start, skip = skipped, skip - skipped
+                start = min(skip, len(rest))
+                skip -= start
                 while start + self.length <= len(rest) and done < self.sequences:
                     yield {"input_ids": rest[start : start + self.length]}
                     start, done, empty = start + self.length, done + 1, False

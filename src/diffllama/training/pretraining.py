@@ -3,17 +3,15 @@
 """Pre-training, by transformers' Trainer, as a YAML file says."""
 
 import dataclasses
-import difflib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import yaml
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from huggingface_hub.file_download import REGEX_COMMIT_HASH
@@ -30,12 +28,13 @@ from transformers import (
 )
 from transformers.trainer_callback import ExportableState
 
-from diffllama.configuration import YamlLoader, baseline, preset, recipe
+from diffllama.configuration import baseline, preset
 from diffllama.files import locked
 from diffllama.hub_cards.texts import read_json, write_json
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 from diffllama.training.nonfinite import StopOnNonFiniteCallback
 from diffllama.training.packing import PackedStream, fingerprint, packed, pin
+from diffllama.training.settings import MODEL_SOURCES, SOURCE, check_names, check_numbers, read_sections
 from diffllama.training.stats import DifferentialStatsCallback
 
 
@@ -53,104 +52,28 @@ OTHERS = ("checkpoint-*", "config.json", "adapter_config.json", "*.safetensors",
 PROBE_TOKENS = 256
 """So many tokens of the text are measured on, how far the two maps are apart."""
 
-SECTIONS = ("recipe", "model", "tokenizer", "data", "sequence_length", "tokens_per_step", "training")
-MODEL_SOURCES = ("preset", "from", "baseline_from", "attn_implementation")
-SOURCE = ("files", "dataset", "name", "split", "revision", "column", "max_tokens", "streaming")
-DATA = (*SOURCE, "evaluation_sequences", "cache_dir")
-
 T = TypeVar("T")
 
 
-def check_names(names: Iterable[str], known: Iterable[str], where: str) -> None:
-    """Raises `ValueError` for the first of the names that is not known."""
-    known = sorted(known)
-    for name in names:
-        if name not in known:
-            close = difflib.get_close_matches(str(name), known, 1)
-            few = f" Known: {', '.join(known)}." if len(known) < 20 else ""
-            raise ValueError(
-                f"{where}: there is no field `{name}`" + (f"; did you mean `{close[0]}`?" if close else "." + few)
-            )
-
-
 def read_settings(path: Path) -> dict[str, Any]:
-    """The sections of a pre-training configuration over those of the recipe that it names.
+    """What `read_sections` reads, with the fields of `model` and `training` checked.
 
     Raises:
-        ValueError: the file is no YAML, or a field is unknown, missing or of the wrong kind.
+        ValueError: likewise, or one of these fields is unknown, of the wrong kind, or against streaming.
     """
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), YamlLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must have the sections {', '.join(SECTIONS)}, got {type(content).__name__}.")
-    check_names(content, SECTIONS, str(path))
-    settings = recipe(content.pop("recipe")) if "recipe" in content else {}
-    for name, value in content.items():
-        sections = ("model", "data", "training")
-        if name in sections and not isinstance(value, dict):
-            raise ValueError(f"{path}: `{name}` must be a section with fields, got {value!r}.")
-        if name == "training" and "num_train_epochs" in value:
-            settings.get("training", {}).pop("max_steps", None)  # the recipe's would win
-        settings[name] = {**settings.get(name, {}), **value} if name in sections else value
-    for name in SECTIONS[1:]:
-        if name not in settings:
-            raise ValueError(f"{path}: `{name}` is missing" + "; a `recipe` has one." * (name.endswith(("step", "th"))))
+    settings = read_sections(path)
     fields = {field.name for field in dataclasses.fields(DiffLlamaConfig)}
     check_names(settings["model"], fields.union(MODEL_SOURCES), f"{path}: `model`")
-    check_names(settings["data"], DATA, f"{path}: `data`")
+    training = settings["training"]
     kinds = {field.name: field.type for field in dataclasses.fields(TrainingArguments)}
-    check_names(settings["training"], kinds, f"{path}: `training`")
-    check_numbers(settings["training"], kinds, f"{path}: `training`")
-    for where, section, least in (
-        (str(path), settings, {"sequence_length": 2, "tokens_per_step": 2}),
-        (f"{path}: `data`", settings["data"], {"max_tokens": 1, "evaluation_sequences": 0}),
-    ):
-        check_numbers(section, dict.fromkeys(least, int), where)
-        for name, bound in least.items():
-            if section.get(name, bound) < bound:
-                raise ValueError(f"{where}: `{name}` must be {bound} at least, got {section[name]}.")
-    check_streaming(settings, str(path))
+    check_names(training, kinds, f"{path}: `training`")
+    check_numbers(training, kinds, f"{path}: `training`")
+    if settings["data"]["streaming"]:
+        if training.get("max_steps", 0) < 1:
+            raise ValueError(f"{path}: `data.streaming` needs `training.max_steps`, for a stream has no length.")
+        if training.get("dataloader_num_workers", 0) > 0:
+            raise ValueError(f"{path}: `training.dataloader_num_workers` must be 0 with `data.streaming`.")
     return settings
-
-
-def check_streaming(settings: Mapping[str, Any], where: str) -> None:
-    """Raises `ValueError` if text is to be streamed and a field contradicts it; removes the field if it is not."""
-    data, training = settings["data"], settings["training"]
-    streaming = data.get("streaming", False)
-    if not isinstance(streaming, bool):
-        raise ValueError(f"{where}: `data.streaming` must be true or false, got {streaming!r}.")
-    if not streaming:
-        data.pop("streaming", None)
-        return
-    if "dataset" not in data:
-        raise ValueError(f"{where}: `data.streaming` needs `data.dataset`, a repository or a folder.")
-    for name in ("files", "max_tokens", "cache_dir"):
-        if name in data:
-            raise ValueError(f"{where}: `data.{name}` does not go with `data.streaming`; remove one of them.")
-    if training.get("max_steps", 0) < 1:
-        raise ValueError(f"{where}: `data.streaming` needs `training.max_steps`, for a stream has no length.")
-    if training.get("dataloader_num_workers", 0) > 0:
-        raise ValueError(f"{where}: `training.dataloader_num_workers` must be 0 with `data.streaming`.")
-
-
-def check_numbers(values: dict[str, Any], kinds: Mapping[str, Any], where: str) -> None:
-    """Makes whole numbers of 2.0 and 1e3 where whole ones belong, and refuses what is no number.
-
-    Args:
-        values: is changed.
-        kinds: name -> `int` or `float`; names of other types are passed over.
-        where: to tell where an error is.
-    """
-    for name, value in values.items():
-        kind = kinds.get(name)
-        if kind not in (int, float):
-            continue
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or (kind is int and not float(value).is_integer()):
-            raise ValueError(f"{where}: `{name}` must be a {'whole ' * (kind is int)}number, got {value!r}.")
-        values[name] = int(value) if kind is int else value
 
 
 def accumulation(settings: Mapping[str, Any], processes: int) -> int:
@@ -191,6 +114,12 @@ def training_arguments(settings: Mapping[str, Any], of_baseline: bool) -> Traini
     arguments = TrainingArguments(**given, gradient_accumulation_steps=accumulation(settings, processes))
     if arguments.n_gpu > 1:
         raise ValueError(f"{arguments.n_gpu} GPUs need a process each: accelerate launch -m diffllama pretrain …")
+    for name, value in {
+        "auto_find_batch_size": arguments.auto_find_batch_size,
+        "accelerator_config.split_batches": arguments.accelerator_config.split_batches,
+    }.items():
+        if value:
+            raise ValueError(f"`training.{name}` must be false: a step would see fewer than `tokens_per_step`.")
     if arguments.save_only_model:
         raise ValueError("`training.save_only_model` must be false: from such checkpoints no training can go on.")
     if arguments.load_best_model_at_end and arguments.save_total_limit == 1:
@@ -362,7 +291,7 @@ class StreamCallback(TrainerCallback, ExportableState):
 
     def __init__(self, stream: PackedStream, per_step: int, checkpoint: Path | None) -> None:
         self.stream, self.per_step, self.checkpoint = stream, per_step, checkpoint
-        self.step = read_json(checkpoint / "trainer_state.json")["global_step"] if checkpoint else 0
+        self.position = stream.states[0]
         self.trainer: Trainer | None = None  # which is made with its callbacks
 
     def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
@@ -372,13 +301,13 @@ class StreamCallback(TrainerCallback, ExportableState):
             self.checkpoint = None
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Counts steps, and sets the epoch, which a Trainer that skips no data counts from 0 again."""
-        self.step = state.global_step
+        """Finds where the stream goes on, and sets the epoch, which the Trainer counts from 0 when it goes on."""
+        self.position = self.stream.state(state.global_step * self.per_step)  # which forgets what was before
         state.epoch = state.global_step / state.max_steps
 
     def state(self) -> dict[str, Any]:
         """What the Trainer writes."""
-        return {"args": {}, "attributes": {"stream": self.stream.state(self.step * self.per_step)}}
+        return {"args": {}, "attributes": {"stream": self.position}}
 
 
 def train(
@@ -399,8 +328,7 @@ def train(
     streaming: StreamCallback | None = None
     rows: Any
     evaluated: Any
-    if settings["data"].get("streaming"):
-        del source["streaming"]
+    if settings["data"]["streaming"]:
         per_step = settings["tokens_per_step"] // length
         state = read_json(checkpoint / "trainer_state.json")["stateful_callbacks"] if checkpoint else {}
         begin = state[StreamCallback.__name__]["attributes"]["stream"] if checkpoint else None
@@ -478,7 +406,8 @@ def pretrain(path: str | Path, of_baseline: bool = False) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"], trust_remote_code=False)
     fields = {name: settings["data"][name] for name in SOURCE if name in settings["data"]}
     source = from_main_process(lambda: resolve_source(fields, folder))
-    record = make_record(settings, source, fingerprint(tokenizer, settings["sequence_length"], **source))
+    stream = {"streaming": True} if settings["data"]["streaming"] else {}
+    record = make_record(settings, source, fingerprint(tokenizer, settings["sequence_length"], **source, **stream))
     check_folder(folder, record)
     with locked(folder, "set another `training.output_dir`") if arguments.should_save else nullcontext():
         train(settings, arguments, tokenizer, source, record, of_baseline)

@@ -10,11 +10,11 @@ import pytest
 from ruled import ruled
 from subjects import KINDS, tiny_subject
 
-from diffllama.evaluation.classification import TaskName
 from diffllama.evaluation.data import find
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.probes.icl import SEPARATOR, ManyShot
 from diffllama.evaluation.runs import Candidate, Report, run
+from diffllama.evaluation.settings import ClassificationTask
 
 
 def measured(load: Callable[[], Subject], output: Path, data: Path | None = None, **settings: Any) -> Report:
@@ -76,7 +76,7 @@ def test_a_length_into_which_nothing_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "task"), zip(KINDS, ("trec", "banking77", "clinc150"), strict=True))
-def test_any_model_can_be_probed_and_a_run_goes_on(kind: str, task: TaskName, tmp_path: Path) -> None:
+def test_any_model_can_be_probed_and_a_run_goes_on(kind: str, task: ClassificationTask, tmp_path: Path) -> None:
     settings = {"task": task, "length": 400, "questions": 4}
     report = measured(lambda: tiny_subject(kind), tmp_path, **settings)
     results = json.loads((tmp_path / "results.json").read_text())

@@ -33,7 +33,8 @@ def test_a_model_that_finds_every_needle(tmp_path: Path) -> None:
 
 
 def test_a_model_that_remembers_the_end(tmp_path: Path) -> None:
-    report = measured(ruled(lambda text: remembers(text, 250), after=" is"), tmp_path, needles=["1/1"])
+    subject = ruled(lambda text: remembers(text, 250), after=" is")
+    report = measured(subject, tmp_path, needles=["1/1"], samples_per_cell=6)
     found = {(row["cell"]["length"], row["cell"]["depth"]): row["models"][0]["accuracy"] for row in report.rows}
     assert {cell: accuracy["mean"] for cell, accuracy in found.items()} == {
         (600, 0.0): 0.0,
@@ -45,7 +46,7 @@ def test_a_model_that_remembers_the_end(tmp_path: Path) -> None:
     }
     assert found[600, 0.0] == {"mean": 0.0, "low": 0.0, "high": 0.0}
     assert found[600, "all"] == {"mean": 0.5, "low": 0.5, "high": 0.5}  # the same for every text
-    assert [row["samples"] for row in report.rows] == [3, 3, 3, 3, 3, 3]
+    assert [row["samples"] for row in report.rows] == 6 * [6]
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["rows"] == report.rows
     assert (tmp_path / "figure.png").stat().st_size > 10_000

@@ -49,22 +49,24 @@ def test_tokens_per_second_of_models_that_take_turns(
 
     monkeypatch.setattr(throughput, "step", stepping)
     monkeypatch.setattr(Throughput, "seconds", seconds)
-    report = measured(tmp_path, variant=variant)
-    turns = {0: ["llama", "diff_llama"], 1: ["diff_llama", "llama"], 2: ["llama", "diff_llama"]}
+    report = measured(tmp_path, variant=variant, rounds=6)
+    turns = 3 * [["llama", "diff_llama"], ["diff_llama", "llama"]]
     assert timed == [
-        (kind, (2, length), name) for turn in turns.values() for length in (8, 16) for name in PASSES for kind in turn
+        (kind, (2, length), name) for turn in turns for length in (8, 16) for name in PASSES for kind in turn
     ]
     assert len(stepped) == len(timed) + 8 * WARM_UP
     for length in (8, 16):
         for name, slower in zip(PASSES, (1, 3), strict=True):
             (row,) = report.select(**{"pass": name, "length": length})
             numbers = row["models"][0]
-            # 2 sequences in 1, 2 and 4 times their length, in seconds
-            assert numbers["transformer_tokens_per_second"]["mean"] == pytest.approx((2 + 1 + 0.5) / 3 / slower)
-            assert numbers["diff_tokens_per_second"]["mean"] == pytest.approx((1 + 0.5 + 0.25) / 3 / slower)
+            mean = (
+                sum(2 / 2**number for number in range(6)) / 6 / slower
+            )  # 2 sequences in 1, 2, 4, … times their length
+            assert numbers["transformer_tokens_per_second"]["mean"] == pytest.approx(mean)
+            assert numbers["diff_tokens_per_second"]["mean"] == pytest.approx(mean / 2)
             assert numbers["diff_tokens_per_second"]["low"] < numbers["diff_tokens_per_second"]["high"]
             assert numbers["ratio"] == {"mean": 0.5, "low": 0.5, "high": 0.5}
-            assert row["samples"] == 3
+            assert row["samples"] == 6
     (facts,) = json.loads((tmp_path / "results.json").read_text())["models"]
     assert facts["parameters"]["diff"] > facts["parameters"]["transformer"] > 10_000
     assert (facts["dtype"], facts["threads"]) == ("float32", torch.get_num_threads())

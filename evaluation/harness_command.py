@@ -1,0 +1,29 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`diffllama eval`: the command line of the LM Evaluation Harness."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lm_eval._cli import HarnessCLI
+
+
+TASKS = Path(__file__).parent / "tasks"
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Runs lm-eval's own command line, which finds our tasks beside its own and those of `--include_path`."""
+    sys.argv = ["lm-eval", *arguments]  # it takes them from there
+    command_line = HarnessCLI()
+    options = command_line.parse_args()  # shows help and refuses wrong options before anything heavy is imported
+
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+    from lm_eval.utils import setup_logging
+
+    setup_logging()
+    if hasattr(options, "include_path"):
+        config = EvaluatorConfig.load_yaml_config(options.config) if getattr(options, "config", None) else {}
+        theirs = options.include_path or config.get("include_path")
+        options.include_path = [str(TASKS), *([theirs] if theirs else [])]
+    command_line.execute(options)

@@ -1,0 +1,246 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of every probe: the fields of its class and the options of its command.
+
+They are apart from the probes so that the command line shows and checks them without importing torch.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+import typer
+
+from diffllama.choices import DType, Variant
+from diffllama.configuration import preset_names
+
+
+BatchTokens = Annotated[int, typer.Option(min=1, help="Tokens computed at once, or one prompt with more.")]
+"""Of probes that compute prompts in batches."""
+
+DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
+"""Where an answer stands: 0 is the beginning of the text, 1 its end."""
+
+Depths = Annotated[list[float], typer.Option(min=0, max=1, help="Where the answer stands, 0 to 1. May be repeated.")]
+
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; a GPU if there is one.")]
+
+ClassificationTask = Literal["trec", "trec-fine", "banking77", "clinc150"]
+MultipleChoiceTask = Literal["arc_challenge", "arc_easy", "boolq", "hellaswag", "openbook_qa", "piqa", "winogrande"]
+SummaryTask = Literal["xsum", "cnn_dm", "multi_news"]
+AnswerTask = Literal["qasper", "hotpotqa", "2wikimqa"]
+DocumentTask = Literal[SummaryTask, AnswerTask]
+WordProblemTask = Literal["gsm8k", "math", "svamp", "asdiv", "mawps"]
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """Of every probe.
+
+    Args:
+        seed: of everything that is drawn at random.
+    """
+
+    command: ClassVar[str]
+    """The probe's name on the command line."""
+    paper: ClassVar[str]
+    """Where the paper has what it measures."""
+    loads_models: ClassVar[bool] = True
+    """Whether its subjects are models that somebody names; otherwise the probe makes them."""
+    takes_data: ClassVar[bool] = True
+    """Whether it reads data."""
+
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of everything that is drawn at random.")] = 0
+
+
+@dataclass(kw_only=True)
+class LongTextsSettings(Settings):
+    """Of probes that measure the beginnings of long texts."""
+
+    length: Annotated[int, typer.Option(min=2, help="Tokens of each text; shorter texts are left out.")] = 1024
+    texts: Annotated[int, typer.Option(min=1, help="How many texts.")] = 8
+
+
+@dataclass(kw_only=True)
+class InContextSettings(Settings):
+    """Of probes that classify after demonstrations."""
+
+    task: Annotated[ClassificationTask, typer.Option(help="Data set.")] = "trec"
+    length: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 1024
+    questions: Annotated[int, typer.Option(min=1, help="How many test questions.")] = 50
+
+
+@dataclass(kw_only=True)
+class MatchedSettings(Settings):
+    """Of probes that make the pair of models that they measure."""
+
+    loads_models: ClassVar[bool] = False
+
+    size: Annotated[str | None, typer.Option(help=f"{', '.join(preset_names())}; a small model by default.")] = None
+    variant: Annotated[Variant, typer.Option(help="Of the differential model.")] = "v1"
+    device: Device = None
+
+
+@dataclass(kw_only=True)
+class NeedlesSettings(Settings):
+    """Of `needles`."""
+
+    command: ClassVar[str] = "needles"
+    paper: ClassVar[str] = "section 3.4, table 2 and figure 5"
+
+    length: Annotated[list[int], typer.Option(min=1, help="Tokens of a prompt. May be repeated.")] = field(
+        default_factory=lambda: [4096]
+    )
+    depth: Depths = field(default_factory=DEPTHS.copy)
+    needles: Annotated[
+        list[str], typer.Option(metavar="N/R", help="Needles, and how many are asked for. May be repeated.")
+    ] = field(default_factory=lambda: ["1/1", "2/2", "4/2", "6/2"])
+    samples_per_cell: Annotated[int, typer.Option("--samples", min=1, help="Prompts of each cell.")] = 50
+    batch_tokens: BatchTokens = 8192
+
+
+@dataclass(kw_only=True)
+class AttentionToAnswerSettings(Settings):
+    """Of `attention`."""
+
+    command: ClassVar[str] = "attention"
+    paper: ClassVar[str] = "section 3.4, table 3; figure 1"
+
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 4096
+    depth: Depths = field(default_factory=DEPTHS.copy)
+    samples_per_cell: Annotated[int, typer.Option("--samples", min=1, help="Prompts of each depth.")] = 10
+
+
+@dataclass(kw_only=True)
+class ContextSettings(LongTextsSettings):
+    """Of `context`."""
+
+    command: ClassVar[str] = "context"
+    paper: ClassVar[str] = "section 3.3, figure 4"
+
+
+@dataclass(kw_only=True)
+class RecallSettings(LongTextsSettings):
+    """Of `recall`."""
+
+    command: ClassVar[str] = "recall"
+    paper: ClassVar[str] = "section 3.8, table 6"
+
+    n: Annotated[int, typer.Option("--n", min=2, help="Of the n-grams: 2 is bigrams.")] = 2
+    frequent: Annotated[
+        int | None,
+        typer.Option(min=0, help="N-grams that the data's other texts have more often than this count as others."),
+    ] = None
+
+
+@dataclass(kw_only=True)
+class ManyShotSettings(InContextSettings):
+    """Of `icl`."""
+
+    command: ClassVar[str] = "icl"
+    paper: ClassVar[str] = "section 3.5, figure 6"
+
+
+@dataclass(kw_only=True)
+class ShotOrderSettings(InContextSettings):
+    """Of `icl-order`."""
+
+    command: ClassVar[str] = "icl-order"
+    paper: ClassVar[str] = "section 3.5, figure 7"
+
+    orders: Annotated[int, typer.Option(min=2, help="Permutations of each arrangement.")] = 10
+
+
+@dataclass(kw_only=True)
+class OutliersSettings(Settings):
+    """Of `outliers`."""
+
+    command: ClassVar[str] = "outliers"
+    paper: ClassVar[str] = "section 3.7, table 5"
+
+    tokens: Annotated[int, typer.Option(min=1, help="So many tokens, if there are; the paper has 400000.")] = 8192
+    length: Annotated[int, typer.Option(min=16, help="Tokens of each piece of a text.")] = 1024
+
+
+@dataclass(kw_only=True)
+class LogitBitsSettings(Settings):
+    """Of `logit-bits`."""
+
+    command: ClassVar[str] = "logit-bits"
+    paper: ClassVar[str] = "section 3.7, figure 8"
+
+    task: Annotated[MultipleChoiceTask, typer.Option(help="Which questions.")] = "hellaswag"
+    items: Annotated[int, typer.Option(min=1, help="How many questions, drawn at random.")] = 500
+    batch_tokens: BatchTokens = 4096
+
+
+@dataclass(kw_only=True)
+class HallucinationSettings(Settings):
+    """Of `hallucination`."""
+
+    command: ClassVar[str] = "hallucination"
+    paper: ClassVar[str] = "section 3.6, table 4"
+
+    task: Annotated[DocumentTask, typer.Option(help="Which documents; the first three are summarised.")] = "xsum"
+    documents: Annotated[int, typer.Option(min=1, help="How many documents, drawn at random.")] = 100
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a document that are read; its beginning.")] = 4096
+    chat: Annotated[bool, typer.Option("--chat", help="Ask in the model's chat template.")] = False
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens at which a response is cut off.")] = 128
+    judge_url: Annotated[str, typer.Option(help="Base address of an OpenAI-compatible endpoint.")] = ""
+    judge_model: Annotated[list[str], typer.Option(help="A judge's name there. May be repeated.")] = field(
+        default_factory=lambda: ["gpt-4o"]
+    )
+    judge_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a judge's reply may take.")] = 120.0
+    batch_tokens: BatchTokens = 8192
+
+
+@dataclass(kw_only=True)
+class MathSettings(Settings):
+    """Of `math`."""
+
+    command: ClassVar[str] = "math"
+    paper: ClassVar[str] = "appendix C"
+
+    task: Annotated[WordProblemTask, typer.Option(help="Which problems.")] = "gsm8k"
+    problems: Annotated[int | None, typer.Option(min=1, help="How many, drawn at random; all by default.")] = None
+    shots: Annotated[int, typer.Option(min=0, max=4, help="Worked examples before each problem, without --chat.")] = 4
+    chat: Annotated[bool, typer.Option("--chat", help="Ask in the model's chat template, without examples.")] = False
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens at which a completion is cut off.")] = 512
+    batch_tokens: BatchTokens = 8192
+
+
+@dataclass(kw_only=True)
+class GradientsSettings(MatchedSettings):
+    """Of `gradients`."""
+
+    command: ClassVar[str] = "gradients"
+    paper: ClassVar[str] = "appendix G"
+
+    steps: Annotated[int, typer.Option(min=0, help="Training steps before the last measurement.")] = 100
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 8
+    length: Annotated[int, typer.Option(min=3, help="Bytes of a sequence.")] = 256
+    learning_rate: Annotated[float, typer.Option(min=0, help="Of AdamW; constant.")] = 1.5e-4
+
+
+@dataclass(kw_only=True)
+class ThroughputSettings(MatchedSettings):
+    """Of `throughput`."""
+
+    command: ClassVar[str] = "throughput"
+    paper: ClassVar[str] = "appendix A, table 7"
+    takes_data: ClassVar[bool] = False
+
+    length: Annotated[list[int], typer.Option(min=2, help="Tokens of a sequence. May be repeated.")] = field(
+        default_factory=lambda: [2048, 4096]
+    )
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 1
+    rounds: Annotated[int, typer.Option(min=1, help="How often each model is timed.")] = 10
+    dtype: Annotated[DType, typer.Option(help="auto is bfloat16 on a GPU, float32 elsewhere.")] = "auto"
+
+
+@dataclass(kw_only=True)
+class ScalingSettings(Settings):
+    """Of `scaling`."""
+
+    command: ClassVar[str] = "scaling"
+    paper: ClassVar[str] = "section 3.2, figure 3"
+    loads_models: ClassVar[bool] = False
