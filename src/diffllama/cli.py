@@ -3,12 +3,14 @@
 """The command line. Each command is a thin front of a function of the package."""
 
 import json
+import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +21,7 @@ from rich.text import Text
 
 from diffllama import __version__
 from diffllama.choices import TARGETS, DType, Pairing, Source, Variant, check_conversion, shard_size
+from diffllama.errors import DiffLlamaError
 from diffllama.evaluation.commands import ProbeGroup
 from diffllama.extras import needs
 from diffllama.files import locate
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from diffllama.hub_cards.findings import Finding
     from diffllama.hub_cards.upload import Shipment
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 err = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)  # README.md:secret: is no emoji
 
 
@@ -44,6 +47,9 @@ def show_version(value: bool) -> None:
 def diffllama(
     version: Annotated[
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
+    ] = False,
+    debug: Annotated[  # read by `main`, which takes it anywhere
+        bool, typer.Option("--debug", help="Show the traceback of an error; also after the command.")
     ] = False,
 ) -> None:
     """Differential attention as a Hugging Face model."""
@@ -399,8 +405,9 @@ def serve(ctx: typer.Context) -> None:
 
     All arguments are those of transformers serve.
     """
-    from diffllama.serving import run  # takes seconds to import
+    from diffllama.serving import check_arguments, run
 
+    check_arguments(ctx.args, ctx.parent)
     run(ctx.args)
 
 
@@ -412,17 +419,43 @@ app.add_typer(
 
 
 def main() -> None:
-    """Runs the command line: one line for an error (a list if there are several), no traceback, exit status 1."""
-    for name in ("SIGTERM", "SIGHUP"):  # end like an error, so that unfinished files are removed
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
-            signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    """Runs the command line: one line for an error (a list if there are several), no traceback, exit status 1.
+
+    `--debug`, before or after the command, shows the traceback. Ctrl-C ends a command with status 130.
+    """
+    arguments = sys.argv[1:]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    debug = "--debug" in arguments[:end]
+    arguments = [word for i, word in enumerate(arguments) if word != "--debug" or i > end]
+
+    pid, interrupted = os.getpid(), False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if os.getpid() != pid:  # a process that this one has forked, and ends itself
+            os._exit(128 + number)
+        interrupted = True
+        raise KeyboardInterrupt
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)  # end like an error, so that unfinished files are removed
+
+    for name, handler in {"SIGINT": interrupt, "SIGTERM": terminate, "SIGHUP": terminate}.items():
+        signal_number = getattr(signal, name, None)
+        if signal_number is not None and signal.getsignal(signal_number) is not signal.SIG_IGN:  # ignored under nohup
+            signal.signal(signal_number, handler)
     try:
-        app()
+        app(arguments)
     except Exception as error:
         # Whatever a library raises on a broken file is the user's news, not a bug report.
+        if interrupted:  # and the library has made another error of it
+            sys.exit(130)
+        if debug:
+            raise
+        text = str(error) if isinstance(error, DiffLlamaError) else " ".join(str(error).split())
+        expected = isinstance(error, (OSError, ValueError, ImportError))
         err.print(f"[red]Error:[/red] {type(error).__name__}: ", end="")
-        listed = ("CheckpointError", "FolderError", "HubCodeError")
-        text = str(error) if type(error).__name__ in listed else " ".join(str(error).split())
-        err.print(text or "no message", markup=False)
+        err.print(text or "no message", markup=False, end="\n" if expected else "")
+        if not expected:
+            err.print(" (run again with --debug to see where it comes from)", markup=False)
         sys.exit(1)

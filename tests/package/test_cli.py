@@ -1,6 +1,10 @@
+import ast
+import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
@@ -15,8 +19,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import diffllama
-from diffllama import DiffLlamaForCausalLM
+from diffllama import DiffLlamaForCausalLM, __main__
 from diffllama.cli import app, main
+from diffllama.conversion.weight_map import CheckpointError
 from diffllama.hub_cards.findings import Finding
 from diffllama.hub_cards.upload import Arrival, Shipment
 
@@ -61,7 +66,7 @@ def refusal(request: pytest.FixtureRequest) -> Refusal:
 
 def test_the_installed_command_is_main() -> None:
     (command,) = entry_points(group="console_scripts", name="diffllama")
-    assert command.load() is main
+    assert command.load() is __main__.main
 
 
 def test_python_m_diffllama_converts_a_llama_and_then_refuses_to_replace_it(source: Path, tmp_path: Path) -> None:
@@ -134,6 +139,105 @@ def test_an_interruption_ends_with_status_130_and_changes_nothing(
     status, _ = call(capsys, "convert", source, tmp_path / "dest", "--from", "llama")
     assert status == 130
     assert snapshot(tmp_path) == before
+
+
+INTERRUPTED = """
+import atexit, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == moment:
+            signal.raise_signal(signal.SIGINT)
+
+moment, *sys.argv[1:] = sys.argv[1:]
+sys.meta_path.insert(0, Interrupt())
+if moment == "end":
+    atexit.register(signal.raise_signal, signal.SIGINT)
+from diffllama.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("moment", ["diffllama.cli", "typer", "diffllama.memory", "torch", "end"])
+def test_an_interruption_at_any_moment_ends_without_a_traceback(moment: str) -> None:
+    command = ["memory", "3b", "--context=1"] if moment != "end" else ["--version"]
+    words = [sys.executable, "-c", INTERRUPTED, moment, *command]
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (130, "")
+
+
+def interrupt_a_library(arguments: list[str]) -> None:
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        raise ImportError("numpy cannot be imported") from None
+
+
+def interrupt_a_child(arguments: list[str]) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            os._exit(1)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+@pytest.mark.parametrize("work", [interrupt_a_library, interrupt_a_child])
+def test_an_interruption_ends_also_what_a_command_runs(
+    work: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffllama.cli.app", work)
+    assert call(capsys) == (130, "")
+
+
+@pytest.mark.parametrize(
+    ("typed", "read", "debug"),
+    [
+        ("check folder", "check folder", False),
+        ("--debug check folder", "check folder", True),
+        ("check folder --debug", "check folder", True),
+        ("eval --debug --tasks all", "eval --tasks all", True),
+        ("probe needles --debug model", "probe needles model", True),
+        ("serve model --debug", "serve model", True),
+        ("check -- --debug", "check -- --debug", False),
+        ("--debug check -- --debug", "check -- --debug", True),
+    ],
+)
+def test_debug_shows_the_traceback_of_any_command(
+    typed: str, read: str, debug: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(arguments: list[str]) -> None:
+        assert arguments == read.split()
+        raise OSError("no such folder")
+
+    monkeypatch.setattr("diffllama.cli.app", fail)
+    if debug:
+        with pytest.raises(OSError, match="no such folder"):
+            call(capsys, *typed.split())
+    else:
+        assert call(capsys, *typed.split()) == (1, "Error: OSError: no such folder\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("two\n lines"), "ValueError: two lines"),
+        (ModuleNotFoundError("no lm_eval"), "ModuleNotFoundError: no lm_eval"),
+        (CheckpointError("a list:\n  one"), "CheckpointError: a list:\n  one"),
+        (KeyError("x"), "KeyError: 'x' (run again with --debug to see where it comes from)"),
+        (AssertionError(), "AssertionError: no message (run again with --debug to see where it comes from)"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_errors_that_nobody_expects_say_how_to_see_more(
+    error: Exception, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(arguments: list[str]) -> None:
+        raise error
+
+    monkeypatch.setattr("diffllama.cli.app", fail)
+    assert call(capsys, "check") == (1, f"Error: {told}\n")
 
 
 def test_what_was_verified_is_told(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -410,3 +514,31 @@ def test_help_names_what_there_is(arguments: list[str], told: tuple[str, ...]) -
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
     assert result.exit_code == 0
     assert [word for word in told if word not in result.output] == []
+
+
+HEAVY = {"accelerate", "huggingface_hub", "lm_eval", "numpy", "pandas", "peft", "scipy", "torch", "transformers"}
+QUICK = """
+import sys
+from diffllama.cli import main
+
+imported = {}
+for line in sys.stdin.read().splitlines():
+    sys.argv[1:] = line.split()
+    try:
+        main()
+    except SystemExit as end:
+        imported[line] = end.code or 0, sorted(heavy & set(sys.modules))
+print(imported, file=sys.stderr)
+"""
+
+
+def test_help_and_wrong_options_import_nothing_that_takes_time() -> None:
+    commands = [command.name or command.callback.__name__ for command in app.registered_commands]
+    commands += ["", "probe"]
+    lines = {f"{command} --help".strip(): 0 for command in commands if command != "eval"}
+    lines |= {f"{command} --nonesuch".strip(): 2 for command in commands if command != "eval"}
+    code = f"heavy = {HEAVY}{QUICK}"
+    result = subprocess.run(
+        [sys.executable, "-c", code], input="\n".join(lines), capture_output=True, text=True, check=True
+    )
+    assert ast.literal_eval(result.stderr.splitlines()[-1]) == {line: (status, []) for line, status in lines.items()}

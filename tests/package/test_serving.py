@@ -4,18 +4,23 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import generating
 import pytest
+import typer
+import uvicorn
 from asking import QUESTION, Answering, ask, chat, check_it_stops, post, readme_command
+from starlette.testclient import TestClient
 from tiny import tiny_model, tiny_tokenizer
+from transformers.cli.serve import Serve
+from transformers.cli.serving import utils
 
 from benchmarks.serving import Server, free_port, serve
-from diffllama.serving import run
+from diffllama.serving import MAX_BODY_SIZE, check_arguments, command, run
 
 
-pytestmark = pytest.mark.slow
-
+UsageError = typer.BadParameter.__base__
 CONTEXT = 12_000
 CONTENTS = [QUESTION, "w9", "w10 w11 w12 w13 w14 w15 w16 w17 w18 w19 w20", "w6 w90 w6"]
 
@@ -43,6 +48,7 @@ def answers(folder: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 class TestServer(Answering):
     """`diffllama serve`."""
 
@@ -50,12 +56,14 @@ class TestServer(Answering):
     long = 10_000
 
 
+@pytest.mark.slow
 def test_unknown_parameters_are_refused(server: Server) -> None:
     response = post(server, chat(server, temprature=1))
     assert response.status_code == 422
     assert "temprature" in response.text
 
 
+@pytest.mark.slow
 def test_prompts_that_are_too_long_are_refused(server: Server, answers: dict[str, str]) -> None:
     for stream in (False, True):
         response = post(
@@ -66,21 +74,127 @@ def test_prompts_that_are_too_long_are_refused(server: Server, answers: dict[str
     assert ask(server) == answers[QUESTION]
 
 
+@pytest.mark.slow
 def test_answers_end_where_the_models_context_does(server: Server) -> None:
     long = chat(server, messages=[{"role": "user", "content": "w7 " * (CONTEXT - 20)}], max_tokens=10**6)
     assert post(server, long).json()["usage"]["total_tokens"] == CONTEXT
 
 
+@pytest.mark.slow
 def test_it_stops_in_the_middle_of_an_answer(server: Server) -> None:
     check_it_stops(server)
 
 
+@pytest.mark.slow
 def test_what_is_no_model_is_said_so(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "diffllama", "serve", str(tmp_path / "nowhere")]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 1
     assert "nowhere" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+SHORT = 64
+"""Tokens of the context of a model that is served in this process."""
+
+BATCHING = ["--continuous-batching", "--attn-implementation=sdpa", "--cb-num-blocks=16", "--cb-max-batch-tokens=64"]
+LONG = "w6 " * SHORT
+
+
+class InProcess:
+    """A server in this process, and its folder."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            servers: list[uvicorn.Server] = []
+            states: list[utils.GenerationState] = []
+            make_state = utils.GenerationState.__init__
+
+            def remember(state: utils.GenerationState, *args: Any, **kwargs: Any) -> None:
+                states.append(state)
+                make_state(state, *args, **kwargs)
+
+            patch.setattr(utils.GenerationState, "__init__", remember)
+            patch.setattr(uvicorn.Server, "run", lambda server: servers.append(server))
+            run([str(folder), *options])
+        self.folder = folder
+        (self.state,) = states
+        self.client = TestClient(servers[0].config.app)
+
+    def complete(self, prompt: str = "w6 w7", **fields: Any) -> Any:
+        body = {"model": str(self.folder), "prompt": prompt, "max_tokens": 4, "temperature": 0} | fields
+        return self.client.post("/v1/completions", json=body)
+
+
+@pytest.fixture(scope="module", params=[[], BATCHING], ids=["one by one", "in continuous batches"])
+def local(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
+    folder = tmp_path_factory.mktemp("local")
+    tiny_model("v1", max_position_embeddings=SHORT).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    server = InProcess(folder, *request.param)
+    yield server
+    server.state.shutdown()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "message"),
+    [(LONG, 4, f"has {SHORT} tokens, and the model's context {SHORT}"), ("", 4, "is empty"), ("w6", 0, "got 0")],
+    ids=["long", "empty", "no answer"],
+)
+def test_requests_that_cannot_be_answered_are_refused_and_others_are_not(
+    prompt: str, tokens: int, message: str, stream: bool, local: InProcess
+) -> None:
+    refused = local.complete(prompt, max_tokens=tokens, stream=stream)
+    assert (refused.status_code, message in refused.text) == (400, True)
+    assert local.client.get("/health").status_code == 200
+    assert local.complete().json()["usage"] == {"prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6}
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": 10**9}, {"max_tokens": None, "generation_config": "{}"}], ids=str)
+def test_an_answer_ends_where_the_context_does(fields: dict[str, Any], local: InProcess) -> None:
+    answer = local.complete("w6 " * (SHORT - 3), **fields).json()
+    assert answer["usage"]["total_tokens"] == SHORT
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_large_bodies_are_refused_before_they_are_read(local: InProcess) -> None:
+    sent = 0
+
+    def pieces() -> Iterator[bytes]:
+        nonlocal sent
+        while sent < 4 * MAX_BODY_SIZE:
+            yield bytes(2**20)
+            sent += 2**20
+
+    assert local.complete("w" * MAX_BODY_SIZE).status_code == 413
+    assert local.client.post("/v1/completions", content=pieces()).status_code == 413
+    assert local.complete("w6" + " " * 2**20).status_code == 200
+
+
+def test_a_server_of_a_model_loads_no_other(local: InProcess, tmp_path: Path) -> None:
+    for name in (str(tmp_path), "", f"{local.folder}@other"):
+        refused = local.client.post("/load_model", json={"model": name})
+        assert (refused.status_code, "pinned" in refused.text) == (400, True)
+    assert '"ready"' in local.client.post("/load_model", json={"model": str(local.folder)}).text
+
+
+@pytest.mark.parametrize("local", [BATCHING], indirect=True, ids=["in continuous batches"])
+def test_requests_in_python_take_every_argument_of_transformers(local: InProcess) -> None:
+    assert local.complete().status_code == 200
+    manager = local.state._cb_manager._cb
+    assert manager.add_request([6, 7], "mine", None, False) == "mine"
+    assert len(manager.get_result("mine", timeout=60).generated_tokens) == 4  # as the request before, which began it
+
+
+@pytest.mark.parametrize("options", [["--prot=1"], ["--port=many"], ["one", "two"]], ids=" ".join)
+def test_wrong_options_are_refused_as_by_transformers(options: list[str]) -> None:
+    messages = []
+    for read in (check_arguments, lambda options: command(Serve).make_context("serve", options)):
+        with pytest.raises(UsageError) as raised:
+            read(options)
+        messages.append(raised.value.format_message())
+    assert messages[0] == messages[1]
 
 
 def test_what_is_missing_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
