@@ -2,11 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What memory a model takes when it generates, from its configuration alone."""
 
+import json
 import os
+import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from diffllama.choices import DType
 from diffllama.configuration import preset, preset_names
@@ -39,14 +42,26 @@ class Memory:
         return self.weights + self.cache + self.activations
 
 
+LARGEST = {"num_hidden_layers": 1000, "num_labels": 10**6}
+"""What a configuration may ask for. Of more, transformers makes lists and modules for hours."""
+
+MATRICES = re.compile(r"layers\.\d+\.(self_attn\.(q|k|v|qkv|o|lambda)|mlp\.(gate|up|gate_up|down))_proj\.weight")
+"""Weights of two dimensions in a layer of Llama's build, ours included."""
+
+
 def read_config(src: str | os.PathLike[str], revision: str | None = None) -> PretrainedConfig:
     """A configuration: of a model's folder, `config.json`, a repository of the Hub, or one of the paper's presets.
 
+    Code of the folder is not run.
+
     Raises:
         FileNotFoundError: there is none of these.
-        ValueError: it is no configuration of a model that transformers or this package knows.
+        ValueError: it is no configuration of a model that transformers or this package knows, or too large, or
+            `revision` is given for something that is no repository.
     """
     if os.fspath(src) in preset_names() and not os.path.exists(src):
+        if revision is not None:
+            raise ValueError(f"`revision` goes with a repository of the Hub; {src} is a preset, got {revision!r}.")
         return preset(os.fspath(src))
     path = locate(src, revision, ["config.json"])
     file = path / "config.json" if path.is_dir() else path
@@ -55,9 +70,80 @@ def read_config(src: str | os.PathLike[str], revision: str | None = None) -> Pre
             f"{file} does not exist. Give a model's folder, or a preset: {', '.join(preset_names())}."
         )
     try:
-        return AutoConfig.from_pretrained(file)
-    except (OSError, ValueError, KeyError, TypeError) as error:  # not JSON, not of a model
-        raise ValueError(f"{file} is no model's configuration: {error}") from error
+        fields = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{file} is no model's configuration: it is not an object with fields.")
+    if fields.get("model_type") not in CONFIG_MAPPING:
+        reason = " Code of its own is not run." if "auto_map" in fields else ""
+        raise ValueError(
+            f"{file}: neither transformers nor diffllama knows the `model_type` {fields.get('model_type')!r}.{reason}"
+        )
+    for name, largest in LARGEST.items():
+        if isinstance(fields.get(name), int | float) and fields[name] > largest:
+            raise ValueError(f"{file}: `{name}` must be at most {largest:,}, got {fields[name]:,}.")
+    if isinstance(fields.get("dtype"), str):
+        torch_dtype(fields["dtype"])
+    try:
+        return AutoConfig.from_pretrained(file, trust_remote_code=False)
+    except Exception as error:  # as many kinds as there are configurations
+        raise ValueError(f"{file} is no configuration of a {fields['model_type']}: {error}") from error
+
+
+def llama_like_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The model of a configuration, without values.
+
+    Raises:
+        ValueError: it is not of Llama's build: it has other weights (compressed keys and values, mixtures of experts,
+            states instead of a cache), or keys and values whose width differs from layer to layer.
+    """
+    kind = f"A {config.model_type} is not built like a Llama"
+    if getattr(config, "is_heterogeneous", False):
+        raise ValueError(f"{kind}: its layers differ.")
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+        number = getattr(config, name, None)
+        if not isinstance(number, int):
+            raise ValueError(f"{kind}: its configuration has no {name}.")
+        if number < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {number}.")
+    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if other:
+        raise ValueError(f"{kind}: its `layer_types` have {', '.join(sorted(other))}.")
+    if getattr(config, "quantization_config", None):
+        raise ValueError("`quantization_config`: what quantized weights take is not known here.")
+    try:
+        model = meta_model(config)
+    except Exception as error:  # as many kinds as there are models
+        raise ValueError(f"No {config.model_type} can be built from this configuration: {error}") from error
+    key_or_value = config.num_key_value_heads * head_dim_of(config)
+    widths = {
+        "k_proj": key_or_value,
+        "v_proj": key_or_value,
+        "qkv_proj": 2 * key_or_value + config.num_attention_heads * head_dim_of(config),  # Phi-3
+    }
+    for name, weight in model.named_parameters():
+        if "layers." not in name or weight.ndim < 2:
+            continue
+        if not MATRICES.search(name):
+            raise ValueError(f"{kind}: it has the weights {name}.")
+        width = widths.get(name.split(".")[-2], len(weight))
+        if len(weight) != width:
+            raise ValueError(f"{kind}: {name} has {len(weight)} rows instead of {width}.")
+    return model
+
+
+def head_dim_of(config: PretrainedConfig) -> int:
+    """Width of a key."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def torch_dtype(dtype: Any) -> torch.dtype:
+    """A dtype, or the one of this name. Raises `ValueError` if there is none."""
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(named, torch.dtype):
+        raise ValueError(f"`dtype` must be one of PyTorch's, got {dtype!r}.")
+    return named
 
 
 def memory(config: PretrainedConfig, context: int, batch: int = 1, dtype: DType = "auto") -> Memory:
@@ -70,20 +156,16 @@ def memory(config: PretrainedConfig, context: int, batch: int = 1, dtype: DType 
         dtype: of weights, cache and activations. `auto` is the configuration's, float32 where it names none.
 
     Raises:
-        ValueError: `context` or `batch` is not positive, or the model is none of a known build.
+        ValueError: `context` or `batch` is not positive or no 64-bit number, the `dtype` is none of PyTorch's, or the
+            model is not of Llama's build.
     """
     for name, number in (("context", context), ("batch", batch)):
-        if number < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {number}.")
-    known = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    missing = [name for name in known if not isinstance(getattr(config, name, None), int)]
-    if missing:
-        raise ValueError(f"A {config.model_type} is not built like a Llama: its configuration has no {missing[0]}.")
-    said: str | torch.dtype = (config.dtype or "float32") if dtype == "auto" else dtype
-    own: torch.dtype = getattr(torch, said) if isinstance(said, str) else said
-    weights = sum(parameter.numel() for parameter in meta_model(config).parameters())
+        if not 1 <= number < 2**63:
+            raise ValueError(f"`{name}` must be at least 1 and below 2**63, got {number}.")
+    own = torch_dtype((config.dtype or "float32") if dtype == "auto" else dtype)
+    weights = sum(parameter.numel() for parameter in llama_like_model(config).parameters())
 
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = head_dim_of(config)
     key_and_value = 2 * config.num_key_value_heads * head_dim
     window = getattr(config, "sliding_window", None)
     of_all = "sliding_attention" if window else "full_attention"

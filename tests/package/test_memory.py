@@ -1,6 +1,7 @@
 """What `diffllama memory` tells is what PyTorch and the caches of transformers take."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,41 @@ def test_a_llama_and_its_differential_equal_take_the_same_cache() -> None:
         assert memory(config, 100, 2).cache == memory(baseline(config), 100, 2).cache
 
 
+@pytest.mark.parametrize("name", ["Mistral", "Qwen3", "Phi3", "Gemma2"])
+def test_relatives_of_llama_take_what_is_told(name: str) -> None:
+    config = getattr(transformers, f"{name}Config")(**SIZES)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    told = memory(config, 12, dtype="float32")
+    assert told.weights == sum(parameter.nbytes for parameter in model.parameters())
+    assert told.cache == kept(model(tokens(1, 12), use_cache=True).past_key_values)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("DeepseekV3", "self_attn.q_a_proj.weight"),  # keys and values are compressed
+        ("Mixtral", "mlp.gate.weight"),  # experts
+        ("GptOss", "mlp.router.weight"),
+        ("Lfm2", "self_attn.out_proj.weight"),
+        ("FalconH1", "`layer_types` have hybrid"),
+        ("Gemma4Text", "its layers differ"),
+    ],
+)
+def test_models_of_another_build_are_refused(name: str, reason: str) -> None:
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip("not in this version of transformers")
+    with pytest.raises(ValueError, match=f"is not built like a Llama: .*{re.escape(reason)}"):
+        memory(getattr(transformers, f"{name}Config")(**SIZES), 12)
+
+
+def test_keys_of_another_width_than_told_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    model.model.layers[1].self_attn.v_proj = torch.nn.Linear(64, 48)
+    monkeypatch.setattr("diffllama.memory.meta_model", lambda config: model)
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.v_proj\.weight has 48 rows instead of 32"):
+        memory(model.config, 12)
+
+
 def test_the_command_prints_what_is_needed(tmp_path: Path) -> None:
     tiny_config().save_pretrained(tmp_path)
     for src in (tmp_path, tmp_path / "config.json"):
@@ -122,17 +158,57 @@ def test_configurations_are_read_from_folders_files_and_presets(tmp_path: Path) 
     assert read_config("3b").to_dict() == preset("3b").to_dict()
 
 
+def test_a_presets_revision_is_refused() -> None:
+    with pytest.raises(ValueError, match="3b is a preset, got 'main'"):
+        read_config("3b", "main")
+
+
+def test_code_of_a_folder_is_neither_run_nor_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*arguments: Any) -> None:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr("builtins.input", ask)
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')")
+    fields = {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
+    for model_type, message in {"unheard-of": "'unheard-of'. Code of its own is not run", "llama": None}.items():
+        (tmp_path / "config.json").write_text(json.dumps(SIZES | fields | {"model_type": model_type}))
+        if message is None:
+            assert memory(read_config(tmp_path), 10).total > 0
+        else:
+            with pytest.raises(ValueError, match=message):
+                read_config(tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_hidden_layers": 10**6}, "`num_hidden_layers` must be at most 1,000, got 1,000,000"),
+        ({"num_labels": 10**9}, "`num_labels` must be at most"),
+        ({"num_key_value_heads": 0}, "`num_key_value_heads` must be at least 1, got 0"),
+        ({"intermediate_size": 2**60}, "No llama can be built from this configuration: .*1152921504606846976"),
+        ({"dtype": "load"}, "`dtype` must be one of PyTorch's, got 'load'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "`quantization_config`"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_sizes_that_no_model_has_are_named(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": "llama"} | fields))
+    with pytest.raises(ValueError, match=message):
+        memory(read_config(tmp_path), 10)
+
+
 def test_what_is_no_configuration_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         read_config(tmp_path / "nowhere")
     file = tmp_path / "config.json"
-    for content in ("", "{", "[]", "{}", json.dumps({"model_type": "unheard-of"})):
+    for content in ("", "{", "[" * 10**5, "[]", "{}", json.dumps({"model_type": "unheard-of"})):
         file.write_text(content)
         with pytest.raises(ValueError, match=r"config\.json"):
             read_config(file)
     transformers.BertConfig().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="bert is not built like a Llama"):
         memory(read_config(tmp_path), 10)
-    for context, batch in ((0, 1), (1, 0)):
-        with pytest.raises(ValueError, match="must be at least 1, got 0"):
+    for context, batch in ((0, 1), (1, 0), (2**63, 1), (1, 2**63)):
+        with pytest.raises(ValueError, match=r"must be at least 1 and below 2\*\*63, got"):
             memory(tiny_config(), context, batch)
