@@ -117,5 +117,5 @@ figure: $(VENV)/.dev ## Draw the README's figure from the demo model.
 heal: $(VENV)/.dev ## Train the demo model further beside its Llama, on the text in texts/, and draw both.
 	$(RUN) examples/heal.py
 
-clean: ## Remove environments and what was built.
-	rm -rf $(VENV) $(OLDEST) .venv-transformers-* $(VLLM) .venv-wheel build dist demo
+clean: ## Remove environments and what was built. Trained models stay, in runs/ and wherever you put them.
+	rm -rf $(VENV) $(OLDEST) .venv-transformers-* $(VLLM) .venv-wheel build dist demo/SmolLM2-135M-Instruct demo/SmolLM2-135M-Instruct-Diff

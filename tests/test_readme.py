@@ -50,6 +50,15 @@ def test_every_make_target_that_the_text_names_exists() -> None:
     assert named <= targets
 
 
+def test_make_clean_keeps_what_the_examples_train() -> None:
+    words = subprocess.run(["make", "-n", "clean"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    removed = {Path(word) for word in words if not word.startswith("-")}
+    assert removed >= {Path("build"), Path(DEMO_FOLDER)}
+    for file in (ROOT / "examples").glob("*.yaml"):
+        output = Path(yaml.safe_load(file.read_text())["training"]["output_dir"])
+        assert not removed & {output, *output.parents}, file
+
+
 def test_continuous_integration_runs_the_readmes_test_command() -> None:
     assert "\nmake test\n" in (ROOT / ".ci/run").read_text()
     assert "make test " in blocks("sh")[0]

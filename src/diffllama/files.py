@@ -23,10 +23,12 @@ def locate(src: str | os.PathLike[str], revision: str | None, patterns: Iterable
         patterns: which of its files are wanted.
 
     Raises:
-        FileNotFoundError: there is neither.
+        FileNotFoundError: there is neither, or a link that leads nowhere.
         ValueError: a revision of something that is no repository.
     """
     name, path = os.fspath(src), Path(os.path.abspath(src))
+    if path.is_symlink() and not path.exists():
+        raise FileNotFoundError(f"{path} is a link to {os.readlink(path)}, which does not exist or leads back to it.")
     if path.exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         if revision is not None:
             raise ValueError(f"`revision` goes with a repository of the Hub, and {name} is none, got {revision!r}.")

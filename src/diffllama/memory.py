@@ -75,11 +75,10 @@ def read_config(src: str | os.PathLike[str], revision: str | None = None) -> Pre
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{file} is no model's configuration: it is not an object with fields.")
-    if fields.get("model_type") not in CONFIG_MAPPING:
+    kind = fields.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         reason = " Code of its own is not run." if "auto_map" in fields else ""
-        raise ValueError(
-            f"{file}: neither transformers nor diffllama knows the `model_type` {fields.get('model_type')!r}.{reason}"
-        )
+        raise ValueError(f"{file}: neither transformers nor diffllama knows the `model_type` {kind!r}.{reason}")
     for name, largest in LARGEST.items():
         if isinstance(fields.get(name), int | float) and fields[name] > largest:
             raise ValueError(f"{file}: `{name}` must be at most {largest:,}, got {fields[name]:,}.")
@@ -88,7 +87,7 @@ def read_config(src: str | os.PathLike[str], revision: str | None = None) -> Pre
     try:
         return AutoConfig.from_pretrained(file, trust_remote_code=False)
     except Exception as error:  # as many kinds as there are configurations
-        raise ValueError(f"{file} is no configuration of a {fields['model_type']}: {error}") from error
+        raise ValueError(f"{file} is no configuration of a {kind}: {error}") from error
 
 
 def llama_like_model(config: PretrainedConfig) -> PreTrainedModel:

@@ -516,7 +516,7 @@ def test_help_names_what_there_is(arguments: list[str], told: tuple[str, ...]) -
     assert [word for word in told if word not in result.output] == []
 
 
-HEAVY = {"accelerate", "huggingface_hub", "lm_eval", "numpy", "pandas", "peft", "scipy", "torch", "transformers"}
+HEAVY = {"accelerate", "datasets", "lm_eval", "numpy", "pandas", "peft", "scipy", "torch", "transformers"}
 QUICK = """
 import sys
 from diffllama.cli import main

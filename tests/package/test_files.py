@@ -107,3 +107,16 @@ def test_a_lock_keeps_others_out_and_leaves_nothing(tmp_path: Path) -> None:
     with locked(tmp_path / "empty", "name another"):
         pass
     assert not (tmp_path / "empty").exists()
+
+
+def test_links_that_lead_nowhere_are_no_repositories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some").mkdir()
+    for target in ("nowhere", "model"):
+        (tmp_path / "some" / "model").symlink_to(target)
+        with pytest.raises(FileNotFoundError, match=f"some/model is a link to {target}, which does not exist or leads"):
+            locate("some/model", None, [])
+        (tmp_path / "some" / "model").unlink()
+    assert asked == []

@@ -202,7 +202,7 @@ def test_what_is_no_configuration_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         read_config(tmp_path / "nowhere")
     file = tmp_path / "config.json"
-    for content in ("", "{", "[" * 10**5, "[]", "{}", json.dumps({"model_type": "unheard-of"})):
+    for content in ("", "{", "[" * 10**5, "[]", "{}", '{"model_type": "unheard-of"}', '{"model_type": []}'):
         file.write_text(content)
         with pytest.raises(ValueError, match=r"config\.json"):
             read_config(file)
