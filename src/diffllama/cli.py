@@ -405,9 +405,9 @@ def serve(ctx: typer.Context) -> None:
 
     All arguments are those of transformers serve.
     """
-    from diffllama.serving import check_arguments, run
+    from diffllama.serving import check_options, run
 
-    check_arguments(ctx.args, ctx.parent)
+    check_options(ctx.args, ctx.parent)
     run(ctx.args)
 
 
@@ -452,10 +452,9 @@ def main() -> None:
             sys.exit(130)
         if debug:
             raise
-        text = str(error) if isinstance(error, DiffLlamaError) else " ".join(str(error).split())
-        expected = isinstance(error, (OSError, ValueError, ImportError))
+        text = (str(error) if isinstance(error, DiffLlamaError) else " ".join(str(error).split())) or "no message"
+        if not isinstance(error, (OSError, ValueError, ImportError)):
+            text += " (run again with --debug to see where it comes from)"
         err.print(f"[red]Error:[/red] {type(error).__name__}: ", end="")
-        err.print(text or "no message", markup=False, end="\n" if expected else "")
-        if not expected:
-            err.print(" (run again with --debug to see where it comes from)", markup=False)
+        err.print(text, markup=False)
         sys.exit(1)

@@ -27,8 +27,8 @@ def command(function: Any) -> Any:
     return typer.main.get_command(app)
 
 
-def check_arguments(arguments: list[str], parent: Any = None) -> None:
-    """Reads arguments of `transformers serve` as far as that needs no model: it takes seconds to import.
+def check_options(arguments: list[str], parent: Any = None) -> None:
+    """Finds what is wrong with arguments of `transformers serve` before it is imported, which takes seconds.
 
     Its options are read from the source of its class.
 
@@ -38,6 +38,7 @@ def check_arguments(arguments: list[str], parent: Any = None) -> None:
     Raises:
         click.UsageError: an option or its value is wrong.
         typer.Exit: help was asked for, and printed.
+        FileNotFoundError: the model is a path, where nothing is.
     """
     (folder,) = find_spec("transformers").submodule_search_locations  # type: ignore[union-attr, misc] # is a package
     tree = ast.parse(Path(folder, "cli", "serve.py").read_bytes())
@@ -48,7 +49,10 @@ def check_arguments(arguments: list[str], parent: Any = None) -> None:
     ]
     names: dict[str, Any] = {}
     exec(compile(tree, "transformers/cli/serve.py", "exec"), names)
-    command(names["Serve"]).make_context("serve", list(arguments), parent=parent)
+    context = command(names["Serve"]).make_context("serve", list(arguments), parent=parent)
+    model = context.params["force_model"] or ""
+    if model.startswith(("/", "./", "../")) and not Path(model.partition(":")[0]).exists():  # folder:file.gguf
+        raise FileNotFoundError(f"{model} does not exist. Name a model's folder, or a repository of the Hub.")
 
 
 def limit_to_context(context: int | None, inputs: Any, generation_config: Any) -> None:

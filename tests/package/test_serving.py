@@ -17,7 +17,7 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving import utils
 
 from benchmarks.serving import Server, free_port, serve
-from diffllama.serving import MAX_BODY_SIZE, check_arguments, command, run
+from diffllama.serving import MAX_BODY_SIZE, check_options, command, run
 
 
 UsageError = typer.BadParameter.__base__
@@ -85,13 +85,19 @@ def test_it_stops_in_the_middle_of_an_answer(server: Server) -> None:
     check_it_stops(server)
 
 
-@pytest.mark.slow
 def test_what_is_no_model_is_said_so(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "diffllama", "serve", str(tmp_path / "nowhere")]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 1
     assert "nowhere" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_folder_that_does_not_exist_is_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+        check_options([str(tmp_path / "nowhere"), "--port", "8001"])
+    check_options([f"{tmp_path}:model.gguf"])
+    check_options(["owner/name"])
 
 
 SHORT = 64
@@ -190,7 +196,7 @@ def test_requests_in_python_take_every_argument_of_transformers(local: InProcess
 @pytest.mark.parametrize("options", [["--prot=1"], ["--port=many"], ["one", "two"]], ids=" ".join)
 def test_wrong_options_are_refused_as_by_transformers(options: list[str]) -> None:
     messages = []
-    for read in (check_arguments, lambda options: command(Serve).make_context("serve", options)):
+    for read in (check_options, lambda options: command(Serve).make_context("serve", options)):
         with pytest.raises(UsageError) as raised:
             read(options)
         messages.append(raised.value.format_message())
