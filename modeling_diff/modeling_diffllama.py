@@ -108,18 +108,6 @@ def check_attention_mask(mask: Any, b: int, n: int, cache: Cache | None) -> None
         )
 
 
-def flex_mask(mask: Any, b: int, n: int, dtype: torch.dtype) -> Any:
-    """A mask for flex_attention, which adds a tensor's first head to the scores and reads b rows, n queries of it."""
-    if not isinstance(mask, torch.Tensor):
-        return mask
-    if mask.shape[1] != 1:
-        raise ValueError(
-            f"flex_attention takes one `attention_mask` for all heads, [{b}, 1, {n}, keys], got {list(mask.shape)}: "
-            "use another attention function, as `sdpa`."
-        )
-    return additive_mask(mask, dtype).expand(b, 1, n, -1)
-
-
 def both_sides(layer_type: str, config: DiffLlamaConfig, n: int, cache: Cache | None) -> Callable[..., torch.Tensor]:
     """What a token sees in a layer that is not causal: tokens before and behind it, not a static cache's free room."""
     window = config.sliding_window if layer_type == "sliding_attention" else math.inf
@@ -410,7 +398,12 @@ class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
                 for layer_type, causal in dict.fromkeys(kinds)
             }
         if config._attn_implementation == "flex_attention":
-            masks = {kind: flex_mask(mask, b, n, inputs_embeds.dtype) for kind, mask in masks.items()}
+            for mask in masks.values():  # it would add a tensor's first head; on CPUs torch 2.13 reads past its end
+                if isinstance(mask, torch.Tensor):
+                    raise ValueError(
+                        "flex_attention takes an `attention_mask` of two dimensions or a `BlockMask`, got a tensor "
+                        f"{list(mask.shape)}: use another attention function, such as `sdpa`."
+                    )
         return [masks[kind] for kind in kinds]
 
     @merge_with_config_defaults
@@ -451,8 +444,8 @@ class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
 
         Raises:
             `ValueError`: none or both of `input_ids` and `inputs_embeds` are given; `attention_mask` has another
-                shape or holds integers in four dimensions; packed sequences follow earlier tokens, or are in several
-                rows under flash attention.
+                shape, holds integers in four dimensions, or is such a tensor under flex_attention; packed sequences
+                follow earlier tokens, or are in several rows under flash attention.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")

@@ -22,6 +22,7 @@ from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention, eager
 
 
 HEADS = 4
+MASK = torch.ones(1, 1, 5, 5, dtype=torch.bool)
 
 
 def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
@@ -431,7 +432,6 @@ def test_masks_of_four_dimensions_say_which_keys_are_seen(
 def test_flex_attention_reads_masks_as_the_others_do() -> None:
     model, given, input_ids = tiny_model(num_hidden_layers=1), batch("holes", 13), tokens(2, 13)
     for options in (
-        {"attention_mask": given.visible[:1, None]},
         {"attention_mask": given.attention_mask},
         {"attention_mask": given.attention_mask, "is_causal": False},
     ):
@@ -456,15 +456,16 @@ def test_a_mask_of_all_queries_and_one_of_each_head_are_spread_or_kept(implement
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "diff_fused"])
 def test_integers_in_four_dimensions_are_refused(implementation: str) -> None:
-    model, mask = tiny_model(attn_implementation=implementation), torch.ones(1, 1, 5, 5, dtype=torch.int32)
+    model, mask = tiny_model(attn_implementation=implementation), MASK.int()
     with pytest.raises(ValueError, match=r"`attention_mask` of four dimensions must be boolean .* got torch\.int32"):
         model(tokens(1, 5), attention_mask=mask)
 
 
-def test_a_mask_of_each_head_is_refused_by_flex_attention() -> None:
+@pytest.mark.parametrize("mask", [MASK, MASK.float(), {"full_attention": MASK}], ids=["boolean", "added", "prepared"])
+def test_tensors_of_four_dimensions_are_refused_by_flex_attention(mask: Any) -> None:
     model = tiny_model(attn_implementation="flex_attention")
-    with pytest.raises(ValueError, match=r"one `attention_mask` for all heads, \[1, 1, 5, keys\], got \[1, 8, 5, 5\]"):
-        model(tokens(1, 5), attention_mask=torch.ones(1, 8, 5, 5, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"flex_attention takes .* got a tensor \[1, 1, 5, 5\]: use .* `sdpa`"):
+        model(tokens(1, 5), attention_mask=mask)
 
 
 @pytest.mark.parametrize(
