@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from llamas import snapshot
 
-from diffllama.conversion import output_folder
 from diffllama.conversion.output_folder import check_free, new_folder, remove_leftovers
 
 
@@ -313,7 +312,7 @@ def test_a_run_that_ends_in_the_middle_of_removing_leaves_what_the_next_one_remo
         os.kill(os.getpid(), signal.SIGKILL)
 
     def task() -> None:
-        monkeypatch.setattr(output_folder.shutil, "rmtree", killed)
+        monkeypatch.setattr("shutil.rmtree", killed)
         with new_folder(dest, overwrite=True):
             pass
 
@@ -353,7 +352,7 @@ def test_a_file_system_without_locks_is_written_to_and_never_tidied(
     def refuse(self: Any, *_: Any, **__: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(output_folder.FileLock, "acquire", refuse)
+    monkeypatch.setattr("diffllama.conversion.output_folder.FileLock.acquire", refuse)
     with new_folder(dest, overwrite=True) as folder:
         (folder / "config.json").write_text("new")
     assert snapshot(dest.parent) == before | {"dest/config.json": b"new"}

@@ -107,7 +107,7 @@ class TestText:
             "| SHA-256 of the source's index | `abc` |",
             "| tool | diffllama 9.9 |",
             "| dtype | auto |",
-            "| verified | logits of 3 sequences of 32 tokens in float32, with and without cache |",
+            "| verified | logits of 3 sequences of 32 tokens in float32, sdpa attention, with and without cache |",
             "| bit-equal | no |",
             "| max, mean difference | 0.00123, 0 (largest of logits: 7.5) |",
             "| same top token | 50.0 % |",
