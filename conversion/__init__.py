@@ -63,7 +63,7 @@ def convert(
 
     Args:
         src: a folder, a file, or a repository `owner/name` of the Hub; see `SOURCES` and conversion/README.md.
-        dest: the folder to make.
+        dest: the folder to make; of a link to a folder, that folder.
         source: what `src` is, one of `SOURCES`.
         target: what `src`, a folder of ours, is to become, one of `TARGETS`. Give either `source` or `target`.
         variant: for source="llama": `"v2"` (default), bit-equal, or `"v1"`, a warm start, which is another function.
@@ -84,7 +84,8 @@ def convert(
         FileNotFoundError: `src` or its weights do not exist.
         FileExistsError: `dest` may not be replaced (see `new_folder`), or it overlaps with `src`.
         ValueError: an option is unknown, or the source has a feature that the result lacks.
-        CheckpointError: tensors are missing, unknown, misshapen or unreadable; all of them are listed.
+        CheckpointError: tensors are missing, unknown, misshapen, unreadable or not finite; all of them are listed. Or
+            one becomes infinite in the result's dtype.
         VerificationError: the result computes something else than was promised.
         OSError: the disk is too small, which is found before anything is written, or cannot be written.
         ImportError: `src` is a GGUF file and the packages of the extra `gguf` are not installed.
