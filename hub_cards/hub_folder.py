@@ -101,7 +101,7 @@ def export(
         for name, record in records.items():
             write_json(folder / f"{name}.json", record)
         config.save_pretrained(folder)
-        tidy(folder / "config.json", HIDDEN_CODE)
+        tidy(folder / "config.json", tuple(HIDDEN_CODE))
         tidy(folder / "tokenizer_config.json")
         generates = TASKS[facts.architecture].pipeline_tag == "text-generation"
         if generates and not (folder / GENERATION_CONFIG_NAME).exists():

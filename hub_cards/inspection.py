@@ -290,9 +290,11 @@ def chat_templates(folder: Path) -> Iterator[tuple[str, str]]:
         if path.is_file():
             yield path.relative_to(folder).as_posix(), path.read_text(encoding="utf-8")
     for name in ("chat_template.json", "tokenizer_config.json"):
-        template = read_json(folder / name).get("chat_template") if (folder / name).is_file() else None
-        named = template if isinstance(template, list) else [{"template": template}]
-        yield from ((name, entry["template"]) for entry in named if isinstance(entry.get("template"), str))
+        settings = read_json(folder / name) if (folder / name).is_file() else {}
+        template = settings.get("chat_template")
+        named: list[Any] = template if isinstance(template, list) else [{"template": template}]
+        texts = [entry.get("template") for entry in named]
+        yield from ((name, text) for text in texts if isinstance(text, str))
 
 
 def check_template(name: str, template: str) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from diffllama.hub_cards.findings import Finding
 
@@ -28,7 +29,7 @@ def inspect_with_limits(inspect: Inspection, folder: Path) -> list[Finding]:
 
     The process is a fork on Linux, so that nothing is imported again. Elsewhere forks are not safe or do not exist.
     """
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(sender, inspect, folder), daemon=True)
     process.start()

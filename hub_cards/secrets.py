@@ -47,8 +47,9 @@ def patterns() -> list[tuple[str, re.Pattern[str]]]:
     for plugin in PLUGINS:
         module = importlib.import_module(f"detect_secrets.plugins.{plugin}")
         for detector in vars(module).values():
-            if inspect.isclass(detector) and detector.__module__ == module.__name__ and hasattr(detector, "denylist"):
-                known += [(detector.secret_type, pattern) for pattern in detector.denylist]
+            if inspect.isclass(detector) and detector.__module__ == module.__name__:
+                fields = vars(detector)
+                known += [(fields["secret_type"], pattern) for pattern in fields.get("denylist", ())]
     return known
 
 
