@@ -380,7 +380,8 @@ for command in COMMANDS:
         "probe icl-order --help": (0, "trec-fine"),
         "probe context": (2, "Name one model"),
         "probe logit-bits m --task nonesuch": (2, "nonesuch"),
-        "probe attention m --depth nan": (2, "--depth must be a finite number"),
+        "probe attention m --depth nan": (2, "--depth"),
+        "probe gradients --learning-rate inf": (2, "--learning-rate must be a finite number"),
     }
     known = fresh.facts(code.replace("COMMANDS", repr(list(commands))), {})
     for command, (status, text) in commands.items():
