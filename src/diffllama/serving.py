@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 
+from diffllama.__main__ import leave
 from diffllama.extras import needs
 
 
@@ -153,5 +154,8 @@ def run(arguments: list[str]) -> None:
     from transformers.cli.serve import Serve
 
     adapt_transformers()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the server's own end; the command line's would wait for its threads
-    command(Serve).main(arguments, prog_name="diffllama serve", standalone_mode=False)
+    # The server's own ends, after it has closed its connections: the command line's would wait for its threads
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, leave)
+    with command(Serve).make_context("serve", list(arguments)) as context:
+        context.command.invoke(context)

@@ -1,5 +1,7 @@
 """`diffllama serve`, which is `transformers serve`, serves our folders to OpenAI's client."""
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -132,6 +134,15 @@ class InProcess:
         return self.client.post("/v1/completions", json=body)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def handlers() -> Iterator[None]:
+    """Restores what a server in this process changes."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="module", params=[[], BATCHING], ids=["one by one", "in continuous batches"])
 def local(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
     folder = tmp_path_factory.mktemp("local")
@@ -191,6 +202,14 @@ def test_requests_in_python_take_every_argument_of_transformers(local: InProcess
     manager = local.state._cb_manager._cb
     assert manager.add_request([6, 7], "mine", None, False) == "mine"
     assert len(manager.get_result("mine", timeout=60).generated_tokens) == 4  # as the request before, which began it
+
+
+def test_ctrl_c_ends_a_server_without_waiting_for_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server: signal.raise_signal(signal.SIGINT))  # as uvicorn ends
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as end:
+        run([])
+    assert end.value.code == 130
 
 
 @pytest.mark.parametrize("options", [["--prot=1"], ["--port=many"], ["one", "two"]], ids=" ".join)
