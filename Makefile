@@ -77,11 +77,11 @@ test-vllm: $(VENV)/.dev $(VLLM)/.vllm ## Serve folders by vLLM (CPU), in an envi
 
 # They are in the source package alone, of the version that is installed
 test-transformers: $(VENV)/.dev ## Run transformers' own tests of a model on our classes.
-	rm -rf build/transformers && mkdir -p build/transformers
+	rm -rf .cache/transformers && mkdir -p .cache/transformers
 	$(RUN) -m pip download -q --disable-pip-version-check --no-deps --no-build-isolation --no-binary transformers \
-		-d build/transformers "transformers==$$($(RUN) -c 'from importlib.metadata import version; print(version("transformers"))')"
-	tar -xzf build/transformers/*.tar.gz -C build/transformers --strip-components=1
-	TRANSFORMERS_TESTS=build/transformers/tests $(RUN) -m pytest -o addopts=--import-mode=importlib -n 2 \
+		-d .cache/transformers "transformers==$$($(RUN) -c 'from importlib.metadata import version; print(version("transformers"))')"
+	tar -xzf .cache/transformers/*.tar.gz -C .cache/transformers --strip-components=1
+	TRANSFORMERS_TESTS=.cache/transformers/tests $(RUN) -m pytest -o addopts=--import-mode=importlib -n 2 \
 		tests/transformers_common/common_model_tests.py
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device.
@@ -118,4 +118,4 @@ heal: $(VENV)/.dev ## Train the demo model further beside its Llama, on the text
 	$(RUN) examples/heal.py
 
 clean: ## Remove environments and what was built. Trained models stay, in runs/ and wherever you put them.
-	rm -rf $(VENV) $(OLDEST) .venv-transformers-* $(VLLM) .venv-wheel build dist demo/SmolLM2-135M-Instruct demo/SmolLM2-135M-Instruct-Diff
+	rm -rf $(VENV) $(OLDEST) .venv-transformers-* $(VLLM) .venv-wheel .cache/transformers build dist demo/SmolLM2-135M-Instruct demo/SmolLM2-135M-Instruct-Diff
