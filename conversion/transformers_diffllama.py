@@ -101,8 +101,6 @@ def convert_config_back(config: DiffLlamaConfig) -> TransformersDiffLlamaConfig:
         sliding_window=None,
         attention_dropout=0.0,
     )
-    if not config.rms_norm_eps > 0:
-        raise ValueError(f"`rms_norm_eps` must be positive, got {config.rms_norm_eps}.")
     assert config.num_key_value_heads is not None  # set when the configuration is made
     return TransformersDiffLlamaConfig(
         **{field: getattr(config, field) for field in SHARED_FIELDS if field != "mlp_bias"},

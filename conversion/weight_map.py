@@ -106,7 +106,9 @@ def plan(
                 continue
 
             def make(tensor: torch.Tensor, *others: torch.Tensor, rule: Rule = rule) -> torch.Tensor:
-                if dtype is not None and rule.operations:  # twice a float16 may be too large for it
+                if (
+                    dtype is not None and tensor.is_floating_point() and rule.operations
+                ):  # twice a float16 may be too large for it
                     tensor = tensor.to(torch.promote_types(tensor.dtype, dtype))
                 for operation in rule.operations:
                     tensor = operation(tensor, config, *others)

@@ -260,9 +260,9 @@ REFUSALS = {
         r"`num_hidden_layers` in .*src/config\.json must be a whole number from 1 to 10,000, got 1000000",
     ),
     "more layers than tensors": Refusal(
-        _broken(lambda src: edit_config(src, num_hidden_layers=9999)),
+        _broken(lambda src: edit_config(src, num_hidden_layers=4000)),
         CheckpointError,
-        r"`num_hidden_layers` is 9,999, and the number of tensors only 21\.",
+        r"`num_hidden_layers` is 4,000, and the number of tensors only 21\.",
     ),
     "labels without number": Refusal(
         _broken(lambda src: edit_config(src, num_labels=10**9)), ValueError, "`num_labels` in .* got 1000000000"
@@ -287,10 +287,10 @@ REFUSALS = {
         lambda folder: gguf_file(folder / "x.gguf", 10**6), ValueError, r"`num_hidden_layers` in .*x\.gguf must be"
     ),
     "a gguf file with more layers than tensors": Refusal(
-        lambda folder: gguf_file(folder / "x.gguf", 9999), CheckpointError, r"`num_hidden_layers` is 9,999, .* only 1\."
+        lambda folder: gguf_file(folder / "x.gguf", 4000), CheckpointError, r"`num_hidden_layers` is 4,000, .* only 1\."
     ),
     "a pipe": Refusal(_pipe, ValueError, r"pipe\.gguf is neither a folder nor a \.gguf file"),
-    "a loop of links": Refusal(_loop, FileNotFoundError, "loop does not exist"),
+    "a loop of links": Refusal(_loop, FileNotFoundError, "loop is a link to loop, which does not exist"),
     "other model": Refusal(
         _broken(lambda src: edit_config(src, model_type="gemma")), ValueError, "`model_type`.*'llama'.*, got 'gemma'"
     ),

@@ -453,7 +453,8 @@ def main() -> None:
         if debug:
             raise
         text = (str(error) if isinstance(error, DiffLlamaError) else " ".join(str(error).split())) or "no message"
-        if not isinstance(error, (OSError, ValueError, ImportError)):
+        of_configuration = type(error).__module__ == "huggingface_hub.errors"  # a field is wrong, which it names
+        if not (isinstance(error, (OSError, ValueError, ImportError)) or of_configuration):
             text += " (run again with --debug to see where it comes from)"
         err.print(f"[red]Error:[/red] {type(error).__name__}: ", end="")
         err.print(text, markup=False)

@@ -174,7 +174,6 @@ def test_a_stock_folder_has_no_code_and_needs_no_trust(tmp_path: Path) -> None:
         ({"no_rope_layers": [1, 0]}, r"`no_rope_layers` must be None, got \[1, 0\]"),
         ({"sliding_window": 8}, "`sliding_window` must be None, got 8"),
         ({"attention_dropout": 0.1}, "`attention_dropout` must be 0.0, got 0.1"),
-        ({"rms_norm_eps": 0.0}, "`rms_norm_eps` must be positive, got 0.0"),
         ({"head_norm": False, "mlp_bias": True}, "`head_norm` must be True.*; `mlp_bias` must be False"),
     ],
     ids=str,

@@ -313,9 +313,9 @@ REFUSALS: dict[str, tuple[Callable[[Path], Path], type[Exception], str]] = {
         r"`num_hidden_layers` in .*src/config\.json must be .* got 1000000000",
     ),
     "more layers than tensors": (
-        with_fields(num_hidden_layers=5000),
+        with_fields(num_hidden_layers=4000),
         CheckpointError,
-        "`num_hidden_layers` is 5,000, and the number of tensors only 4",
+        "`num_hidden_layers` is 4,000, and the number of tensors only 4",
     ),
     "biases": (with_fields(attention_bias=True), ValueError, "`attention_bias` must be False, got True"),
     "activation": (with_fields(hidden_act="gelu"), ValueError, "`hidden_act` must be 'silu', got 'gelu'"),

@@ -201,7 +201,7 @@ class TestConfiguration:
         ("change", "message"),
         [
             ({"model_type": "llama"}, "`model_type` must be 'diff_llama', got 'llama'"),
-            ({"num_attention_heads": 7}, "StrictDataclassClassValidationError"),
+            ({"num_attention_heads": 7}, "StrictDataclassFieldValidationError"),
             ({"architectures": ["LlamaForCausalLM"]}, "`architectures` in config.json must be one of Diff"),
         ],
     )

@@ -24,7 +24,7 @@ for words in (
         assert end.code == 1, words
     else:
         raise AssertionError(words)
-assert not {"torch", "transformers", "huggingface_hub"} & set(sys.modules)
+assert not {"torch", "transformers", "huggingface_hub.hf_api"} & set(sys.modules)
 """
 
 

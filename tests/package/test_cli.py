@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from llamas import REFUSALS, Refusal, llama, prepared, snapshot
 from safetensors.torch import load_file
 from tiny import tiny_model
@@ -225,6 +226,10 @@ def test_debug_shows_the_traceback_of_any_command(
         (ValueError("two\n lines"), "ValueError: two lines"),
         (ModuleNotFoundError("no lm_eval"), "ModuleNotFoundError: no lm_eval"),
         (CheckpointError("a list:\n  one"), "CheckpointError: a list:\n  one"),
+        (
+            StrictDataclassFieldValidationError("x", ValueError("`x` must be 1, got 2.")),
+            "StrictDataclassFieldValidationError: Validation error for field 'x': ValueError: `x` must be 1, got 2.",
+        ),
         (KeyError("x"), "KeyError: 'x' (run again with --debug to see where it comes from)"),
         (AssertionError(), "AssertionError: no message (run again with --debug to see where it comes from)"),
     ],
@@ -452,8 +457,8 @@ def test_the_help_of_convert_fits_into_80_columns() -> None:
     lines = [line.rstrip() for line in result.output.splitlines()]
     assert max(map(len, lines)) <= 80
     assert "…" not in result.output
-    (first,) = [i for i, line in enumerate(lines) if line.startswith(" --from llama ")]
-    assert lines[first + 1].startswith(" " * 22 + "files of these -> V2")  # as it was written, not wrapped
+    (first,) = [i for i, line in enumerate(lines) if line.startswith("  --from llama ")]
+    assert lines[first + 1].startswith(" " * 23 + "files of these -> V2")  # as it was written, not wrapped
 
 
 @pytest.mark.parametrize(

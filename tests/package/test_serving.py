@@ -10,6 +10,7 @@ from typing import Any
 
 import generating
 import pytest
+import transformers
 import typer
 import uvicorn
 from asking import QUESTION, Answering, ask, chat, check_it_stops, post, readme_command
@@ -19,12 +20,20 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving import utils
 
 from benchmarks.serving import Server, free_port, serve
+from diffllama import DiffLlamaForCausalLM
 from diffllama.serving import MAX_BODY_SIZE, check_options, command, run
 
 
 UsageError = typer.BadParameter.__base__
 CONTEXT = 12_000
 CONTENTS = [QUESTION, "w9", "w10 w11 w12 w13 w14 w15 w16 w17 w18 w19 w20", "w6 w90 w6"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def transformers_as_it_was() -> Iterator[None]:
+    """Takes the class away again that `run` gives to transformers in this process."""
+    yield
+    vars(transformers).pop(DiffLlamaForCausalLM.__name__, None)
 
 
 @pytest.fixture(scope="module")
@@ -224,5 +233,5 @@ def test_wrong_options_are_refused_as_by_transformers(options: list[str]) -> Non
 
 def test_what_is_missing_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(ModuleNotFoundError, match=r"diffllama\[serve\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[serve\]'"):
         run([])
