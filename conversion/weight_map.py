@@ -106,13 +106,12 @@ def plan(
                 continue
 
             def make(tensor: torch.Tensor, *others: torch.Tensor, rule: Rule = rule) -> torch.Tensor:
-                if (
-                    dtype is not None and tensor.is_floating_point() and rule.operations
-                ):  # twice a float16 may be too large for it
-                    tensor = tensor.to(torch.promote_types(tensor.dtype, dtype))
+                cast = dtype if tensor.is_floating_point() else None
+                if cast is not None and rule.operations:  # twice a number of float16 may be too large for it
+                    tensor = tensor.to(torch.promote_types(tensor.dtype, cast))
                 for operation in rule.operations:
                     tensor = operation(tensor, config, *others)
-                return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+                return tensor if cast is None else tensor.to(cast)
 
             result = make(*(source[other] for other in inputs))
             copied = not rule.operations and result.dtype == tensor.dtype
