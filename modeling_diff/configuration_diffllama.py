@@ -364,6 +364,10 @@ class DifferentialLlamaConfig(PreTrainedConfig):
             refuse("head_dim", self.head_dim, rule)
         if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
             refuse("pad_token_id", self.pad_token_id, f"must be less than `vocab_size` ({self.vocab_size})")
+        for name in ("bos_token_id", "eos_token_id"):
+            ids = getattr(self, name)
+            for token_id in ids if isinstance(ids, list) else [-1 if ids is None else ids]:
+                check_bounds(name, token_id, (-1, 2**31 - 1))  # -1 is how some files say that there is none
         if self.lambda_init != "exponential" and not (
             isinstance(self.lambda_init, float) and 0.0 < self.lambda_init < 1.0
         ):

@@ -260,6 +260,8 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"dtype": "float33"}, ("`dtype`", "got 'float33'", "floating-point")),
     ({"dtype": "nn"}, ("`dtype`", "got 'nn'", "floating-point")),
     ({"pad_token_id": 97}, ("`pad_token_id`", "got 97", "`vocab_size` (97)")),
+    ({"bos_token_id": 2**31}, ("`bos_token_id`", "got 2147483648", "from -1 to")),
+    ({"eos_token_id": [2, -2]}, ("`eos_token_id`", "got -2", "from -1 to")),
     ({"classifier_dropout": 1.5}, ("`classifier_dropout`", "got 1.5", "[0, 1)")),
     ({"hidden_act": "sliu"}, ("`hidden_act`", "got 'sliu'", "silu")),
     *(
