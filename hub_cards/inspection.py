@@ -34,19 +34,14 @@ from diffllama.hub_cards.texts import has_place, read_json, strings
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
 
 
-HIDDEN_CODE = {
-    name: "makes transformers run more"
-    for name in (
-        *(
-            "custom_pipelines",
-            "kernel_config",
-            "_attn_implementation",
-            "attn_implementation",
-            "_experts_implementation",
-        ),
-        *("_attn_implementation_internal", "_experts_implementation_internal"),
-    )
-}
+HIDDEN_CODE = dict.fromkeys(
+    (
+        *("custom_pipelines", "kernel_config", "attn_implementation"),
+        *("_attn_implementation", "_attn_implementation_internal"),
+        *("_experts_implementation", "_experts_implementation_internal"),
+    ),
+    "makes transformers run more",
+)
 """Fields of config.json for which transformers fetches or runs more code than `auto_map` names."""
 
 OTHER_WEIGHTS = "transformers_weights"
