@@ -382,9 +382,9 @@ class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
         else:
             if attention_mask is not None:
                 check_attention_mask(attention_mask, b, n, cache)
-            elif isinstance(cache, DynamicCache) and cache.get_seq_length() == 0:
-                cache = None  # the masks are the same, but transformers looks for packed sequences without a cache only
-            if attention_mask is None and position_ids is not None:
+            elif position_ids is not None:
+                if isinstance(cache, DynamicCache) and cache.get_seq_length() == 0:
+                    cache = None  # transformers looks for packed sequences only where there is none
                 check_packing(position_ids, b, cache, is_flash_attention_requested(config))
             masks = {
                 (layer_type, causal): MASKS[layer_type](
