@@ -69,7 +69,7 @@ test-oldest: $(OLDEST)/.dev ## Test the model with the oldest supported torch an
 	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile $(if $(ALL),,-m "not slow" $(OLDEST_TESTS))
 
 test-versions: $(VENV)/.dev $(LOADING_VERSIONS:%=.venv-transformers-%/.installed) ## Load folders with the oldest, a middle and the newest transformers.
-	$(RUN) tests/versions.py $(foreach version,$(LOADING_VERSIONS),$(version)=.venv-transformers-$(version)/bin/python)
+	$(RUN) tests/transformers_versions.py $(foreach version,$(LOADING_VERSIONS),$(version)=.venv-transformers-$(version)/bin/python)
 
 test-vllm: $(VENV)/.dev $(VLLM)/.vllm ## Serve folders by vLLM (CPU), in an environment of its own of 3.5 GB.
 	rm -rf build/vllm

@@ -11,7 +11,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # tests run in parallel processes, and what
 
 import pytest
 import torch
-from hub import Hub
+
+from support.fake_hub import Hub
 
 
 if not torch.cuda.is_available():

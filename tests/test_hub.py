@@ -14,7 +14,8 @@ from urllib.request import Request as Query
 from urllib.request import urlopen
 
 import pytest
-from hub import Hub, Repository, Request
+
+from support.fake_hub import Hub, Repository, Request
 
 
 PRELUDE = """

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fresh
 import pytest
 import torch
-from hub import Hub
 from safetensors.torch import load_file
 from test_readme import PUBLISH, ROOT
-from tiny import EVERY_FEATURE, tiny_model, tiny_tokenizer
 
 from diffllama import DiffLlamaForCausalLM
+from support import subprocess_runner
+from support.fake_hub import Hub
+from support.tiny_models import EVERY_FEATURE, tiny_model, tiny_tokenizer
 
 
 pytestmark = pytest.mark.slow
@@ -148,7 +148,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
         def run(code: str, *arguments: str, home: str, token: str | None = None, offline: bool = False) -> str:
             (work / home).mkdir(exist_ok=True)
-            _, printed = fresh.run(
+            _, printed = subprocess_runner.run(
                 code,
                 *arguments,
                 environment=hub.environment(work / home, token) | {"HF_HUB_OFFLINE": str(int(offline))},

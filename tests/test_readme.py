@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import transformers
 import yaml
-from llamas import SIZES, save_model
-from tiny import tiny_model, tiny_tokenizer
 from typer.testing import CliRunner
 
 from diffllama.cli import app
 from diffllama.configuration import preset
 from diffllama.training.pretraining import MODEL_SOURCES, accumulation, read_settings
+from support.llama_checkpoints import SIZES, save_model
+from support.tiny_models import tiny_model, tiny_tokenizer
 
 
 ROOT = Path(__file__).parents[1]

@@ -4,13 +4,13 @@ import json
 import re
 from pathlib import Path
 
-import fresh
 import pytest
-from llamas import SIZES, save_model
-from tiny import VARIANTS, tiny_model, tiny_tokenizer
 from transformers import LlamaConfig
 
 from diffllama import convert
+from support import subprocess_runner
+from support.llama_checkpoints import SIZES, save_model
+from support.tiny_models import VARIANTS, tiny_model, tiny_tokenizer
 
 
 ROOT = Path(__file__).parents[1]
@@ -54,7 +54,7 @@ def outcome(auto, *args, **kwargs):
 def facts(code: str, work: Path) -> dict[str, str]:
     """Runs code that fills the dictionary `facts`, in a fresh process that has its caches in `work`."""
     caches = {"HF_HOME": str(work), "HF_HUB_CACHE": str(work / "hub"), "HF_MODULES_CACHE": str(work / "modules")}
-    return fresh.facts(PRELUDE + code, caches | {"HF_HUB_OFFLINE": "1"}, cwd=work)
+    return subprocess_runner.facts(PRELUDE + code, caches | {"HF_HUB_OFFLINE": "1"}, cwd=work)
 
 
 def save(folder: Path, variant: str = "v1", runs: bool = True) -> Path:

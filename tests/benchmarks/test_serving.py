@@ -5,11 +5,11 @@ import time
 from pathlib import Path
 
 import pytest
-from asking import readme_command
 from rich.console import Console
-from tiny import tiny_tokenizer
 
 from benchmarks.serving import Engine, answer, command, free_port, prompts, run, serve, table
+from support.openai_server_suite import readme_command
+from support.tiny_models import tiny_tokenizer
 
 
 STUB = """

@@ -11,11 +11,11 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
-from launching import FILES, NO_DEEPSPEED, environment, launch_arguments
-from tiny import VARIANTS, tiny_config
 from transformers import AutoModelForCausalLM
 
 from diffllama.configuration import baseline
+from support.accelerate_configs import FILES, NO_DEEPSPEED, environment, launch_arguments
+from support.tiny_models import VARIANTS, tiny_config
 
 
 BY_NAME = {file.stem: file for file in FILES}

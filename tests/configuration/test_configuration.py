@@ -4,12 +4,12 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from tiny import tiny_config
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, get_scheduler
 
 from diffllama import DiffLlamaConfig, DiffLlamaForCausalLM
 from diffllama.configuration import SHARED_FIELDS, baseline, preset, preset_names, recipe, recipe_names
+from support.tiny_models import tiny_config
 
 
 # Appendix E, table 10: hidden width, layers, differential heads; and millions of parameters, rounded down

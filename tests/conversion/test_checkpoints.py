@@ -9,9 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from llamas import snapshot
 from safetensors.torch import load_file, save_file
-from weight_files import (
+
+from diffllama.conversion.checkpoints import (
+    Checkpoint,
+    SafetensorsFile,
+    TensorsInMemory,
+    fingerprint,
+    nonfinite_tensors,
+    open_checkpoint,
+)
+from diffllama.conversion.shards import write_shards
+from diffllama.conversion.tensor_bytes import DTYPES, PIECE, is_finite
+from diffllama.conversion.weight_map import CheckpointError
+from support.llama_checkpoints import snapshot
+from support.weight_files import (
     FORMATS,
     INDEX,
     SINGLE,
@@ -31,18 +43,6 @@ from weight_files import (
     shards,
     values,
 )
-
-from diffllama.conversion.checkpoints import (
-    Checkpoint,
-    SafetensorsFile,
-    TensorsInMemory,
-    fingerprint,
-    nonfinite_tensors,
-    open_checkpoint,
-)
-from diffllama.conversion.shards import write_shards
-from diffllama.conversion.tensor_bytes import DTYPES, PIECE, is_finite
-from diffllama.conversion.weight_map import CheckpointError
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])

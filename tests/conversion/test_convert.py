@@ -16,22 +16,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard, snapshot_download
-from llamas import (
-    CHAT_TEMPLATE,
-    REFUSALS,
-    SIZES,
-    Q,
-    Refusal,
-    add_tokenizer,
-    edit_config,
-    edit_weights,
-    llama,
-    prepared,
-    save_model,
-    snapshot,
-)
 from safetensors.torch import load_file
-from tiny import tiny_model, tokens
 from tokenizers import Tokenizer, models, normalizers
 from transformers import (
     AutoModelForCausalLM,
@@ -51,6 +36,21 @@ from diffllama.conversion.checkpoints import fingerprint, open_checkpoint
 from diffllama.conversion.weight_map import Rule
 from diffllama.hub_cards.code import unstamped
 from diffllama.modeling_diff import modeling_diffllama
+from support.llama_checkpoints import (
+    CHAT_TEMPLATE,
+    REFUSALS,
+    SIZES,
+    Q,
+    Refusal,
+    add_tokenizer,
+    edit_config,
+    edit_weights,
+    llama,
+    prepared,
+    save_model,
+    snapshot,
+)
+from support.tiny_models import tiny_model, tokens
 
 
 EMBEDDING, ONE = "model.embed_tokens.weight", "model.layers.{i}.self_attn."

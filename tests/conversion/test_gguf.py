@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quantize
-from llamas import CHAT_TEMPLATE, SIZES, save_model
-from tiny import tokens
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoModelForCausalLM,
@@ -28,6 +26,8 @@ from transformers import (
 )
 
 from diffllama.conversion import CheckpointError, convert
+from support.llama_checkpoints import CHAT_TEMPLATE, SIZES, save_model
+from support.tiny_models import tokens
 
 
 COMMON = SIZES | {"vocab_size": 288, "eos_token_id": 2, "rms_norm_eps": 3e-5, "rope_theta": 5e4}

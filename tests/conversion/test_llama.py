@@ -5,14 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import fresh
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llamas import RELATIVES, SIZES, edit_config, edit_weights, llama, relative, save_model
 from safetensors.torch import load_file
-from tiny import tokens
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -28,6 +25,9 @@ from diffllama.conversion.llama import WEIGHT_MAPS, convert_config, new_weights
 from diffllama.conversion.transformers_models import expected_tensors
 from diffllama.conversion.weight_map import find_rules, plan
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
+from support import subprocess_runner
+from support.llama_checkpoints import RELATIVES, SIZES, edit_config, edit_weights, llama, relative, save_model
+from support.tiny_models import tokens
 
 
 LLAMAS: dict[str, dict[str, Any]] = {
@@ -119,7 +119,7 @@ for case, dtype, source, folder in json.loads(sys.argv[1]):
     facts[f"{case} {dtype}"] = same and type(converted).__module__.startswith("transformers_modules.")
 """
     given = json.dumps([[*key, str(old), str(new)] for key, (old, new) in folders.items()])
-    equal, _ = fresh.run(code, given, environment=os.environ | {"HF_MODULES_CACHE": str(tmp_path)})
+    equal, _ = subprocess_runner.run(code, given, environment=os.environ | {"HF_MODULES_CACHE": str(tmp_path)})
     assert equal == {f"{case} {dtype}": True for case in CASES for dtype in DTYPES}
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_config
 
 from diffllama import DiffLlamaConfig
 from diffllama.conversion import operations
 from diffllama.modeling_diff.modeling_diffllama import HEAD_NORM_EPS
+from support.tiny_models import tiny_config
 
 
 HIDDEN = 5

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llamas import snapshot
 
 from diffllama.conversion.output_folder import check_free, new_folder, remove_leftovers
+from support.llama_checkpoints import snapshot
 
 
 @pytest.fixture

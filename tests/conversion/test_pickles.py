@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from weight_files import (
+
+from diffllama.conversion.checkpoints import open_checkpoint
+from diffllama.conversion.shards import write_shards
+from diffllama.conversion.tensor_bytes import DTYPES
+from diffllama.conversion.weight_map import CheckpointError
+from support.weight_files import (
     SINGLE,
     A,
     B,
@@ -27,11 +32,6 @@ from weight_files import (
     values,
     write_file,
 )
-
-from diffllama.conversion.checkpoints import open_checkpoint
-from diffllama.conversion.shards import write_shards
-from diffllama.conversion.tensor_bytes import DTYPES
-from diffllama.conversion.weight_map import CheckpointError
 
 
 @each_format

@@ -10,21 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llamas import llama
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny import tiny_config
 from transformers import LlamaForCausalLM
-from weight_files import (
-    INDEX,
-    SINGLE,
-    all_same,
-    as_they_are,
-    in_memory,
-    randoms,
-    read_shards,
-    values,
-)
 
 from diffllama.conversion.checkpoints import (
     Checkpoint,
@@ -36,6 +24,18 @@ from diffllama.conversion.checkpoints import (
 from diffllama.conversion.shards import write_shards
 from diffllama.conversion.tensor_bytes import DTYPES
 from diffllama.conversion.weight_map import CheckpointError, Rule, Step, plan
+from support.llama_checkpoints import llama
+from support.tiny_models import tiny_config
+from support.weight_files import (
+    INDEX,
+    SINGLE,
+    all_same,
+    as_they_are,
+    in_memory,
+    randoms,
+    read_shards,
+    values,
+)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from weight_files import SINGLE, all_same, as_they_are, in_memory, randoms
 
 from diffllama.conversion.checkpoints import SafetensorsFile, open_checkpoint
 from diffllama.conversion.shards import write_shards
 from diffllama.conversion.tensor_bytes import DTYPES, PIECE, digest, pieces
+from support.weight_files import SINGLE, all_same, as_they_are, in_memory, randoms
 
 
 def copied(src: Path, dest: Path) -> bytes:

@@ -7,9 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llamas import SIZES, add_tokenizer, save_model, snapshot
 from safetensors.torch import load_file
-from tiny import tiny_config, tokens
 from transformers import AutoModelForCausalLM, DiffLlamaForCausalLM, PreTrainedModel
 from transformers import DiffLlamaConfig as TransformersDiffLlamaConfig
 
@@ -25,6 +23,8 @@ from diffllama.conversion.transformers_diffllama import (
 )
 from diffllama.conversion.transformers_models import expected_tensors
 from diffllama.conversion.weight_map import plan
+from support.llama_checkpoints import SIZES, add_tokenizer, save_model, snapshot
+from support.tiny_models import tiny_config, tokens
 
 
 CASES: dict[str, dict[str, Any]] = {

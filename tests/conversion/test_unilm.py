@@ -7,9 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llamas import save_model, snapshot
 from safetensors.torch import load_file, save_file
-from tiny import VARIANTS, tiny_config, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from diffllama import DiffLlamaConfig, DiffLlamaForCausalLM, convert
@@ -18,6 +16,8 @@ from diffllama.conversion.transformers_models import expected_tensors
 from diffllama.conversion.unilm import FROM_UNILM, TO_UNILM, convert_config
 from diffllama.conversion.weight_map import plan
 from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention, DiffLlamaRotaryEmbedding
+from support.llama_checkpoints import save_model, snapshot
+from support.tiny_models import VARIANTS, tiny_config, tokens
 
 
 HIDDEN, VOCABULARY, INTERMEDIATE, LAYERS, WIDTH, HEADS = 48, 97, 72, 3, 16, 4

@@ -9,7 +9,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tiny import VARIANTS, tiny_model
 from transformers import PreTrainedModel
 
 from diffllama.conversion.verification import (
@@ -23,6 +22,7 @@ from diffllama.conversion.verification import (
     promise,
     token_ids,
 )
+from support.tiny_models import VARIANTS, tiny_model
 
 
 def outputs(*rows: list[float]) -> list[torch.Tensor]:

@@ -2,10 +2,10 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
-from tiny import tiny_config
 
 from diffllama import DiffLlamaConfig
 from diffllama.conversion.weight_map import CheckpointError, Rule, WeightMap, check_tensors, lines, plan
+from support.tiny_models import tiny_config
 
 
 CONFIG = tiny_config("v2")

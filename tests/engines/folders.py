@@ -14,10 +14,10 @@ if __name__ == "__main__":
 
 from demo import smollm2_gguf
 from peft import LoraConfig, get_peft_model
-from tiny import tiny_model, tiny_tokenizer
 
 from diffllama.conversion import convert
 from diffllama.memory import memory, read_config
+from support.tiny_models import tiny_model, tiny_tokenizer
 
 
 SIZES = {

@@ -17,9 +17,10 @@ import torch
 
 vllm = pytest.importorskip("vllm")
 
-from generating import another_process, greedy, scored  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
+
+from support.folder_generation import another_process, greedy, scored  # noqa: E402
 
 
 FOLDERS = Path(__file__).parents[2] / "build/vllm"

@@ -11,10 +11,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import generating
-from asking import QUESTION, Answering, ask, chat, check_it_stops, post, readme_command
-
 from benchmarks.serving import Server, free_port, serve
+from support import folder_generation
+from support.openai_server_suite import QUESTION, Answering, ask, chat, check_it_stops, post, readme_command
 
 
 FOLDERS = Path(__file__).parents[2] / "build/vllm"
@@ -32,8 +31,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, str]:
-    with generating.another_process() as process:
-        return process.submit(generating.answers, FOLDER, CONTENTS, 8).result()
+    with folder_generation.another_process() as process:
+        return process.submit(folder_generation.answers, FOLDER, CONTENTS, 8).result()
 
 
 class TestServer(Answering):
@@ -79,8 +78,8 @@ def test_adapters_are_served_beside_their_model(variant: str, tmp_path: Path) ->
     folder, port = FOLDERS / f"{variant}-gqa", free_port()
     words = [*readme_command("vllm", folder, port), "--max-model-len=256", "--dtype=float32", "--enforce-eager"]
     words += ["--enable-lora", "--max-lora-rank=8", f"--lora-modules=adapter={FOLDERS / f'{variant}-adapter'}"]
-    with generating.another_process() as process, serve(words, port, str(folder), tmp_path / "log") as server:
+    with folder_generation.another_process() as process, serve(words, port, str(folder), tmp_path / "log") as server:
         for model, same in ((str(folder), folder), ("adapter", FOLDERS / f"{variant}-merged")):
-            (expected,) = process.submit(generating.answers, same, [QUESTION], 8).result().values()
+            (expected,) = process.submit(folder_generation.answers, same, [QUESTION], 8).result().values()
             answer = ask(dataclasses.replace(server, model=model))
             assert answer.strip() == expected  # vLLM's begins with a space

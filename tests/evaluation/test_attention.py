@@ -5,9 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import batch
-from llamas import RELATIVES, SIZES
-from tiny import VARIANTS, tiny_model, tokens
 from transformers import (
     AutoModelForCausalLM,
     DiffLlamaConfig,
@@ -20,6 +17,9 @@ from transformers import (
 
 from diffllama.evaluation import attention
 from diffllama.evaluation.attention import AttentionCall, watched
+from support.attention_masks import batch
+from support.llama_checkpoints import RELATIVES, SIZES
+from support.tiny_models import VARIANTS, tiny_model, tokens
 
 
 N = 13

@@ -6,15 +6,15 @@ from typing import get_args
 
 import pytest
 import torch
-from ruled import RuledModel, byte_tokenizer, ruled
-from subjects import KINDS, tiny_subject
-from tiny import EVERY_FEATURE, tiny_model
 
 from diffllama.evaluation import classification
 from diffllama.evaluation.classification import Example, Prompt, classify, option_ids, read_examples
 from diffllama.evaluation.data import Source, find
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.settings import ClassificationTask
+from support.rule_based_lm import RuledModel, byte_tokenizer, ruled
+from support.tiny_loaded_models import KINDS, tiny_subject
+from support.tiny_models import EVERY_FEATURE, tiny_model
 
 
 def trec(folder: Path, train: str, test: str) -> Source:

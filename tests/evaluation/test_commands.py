@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from subjects import tiny_subject
-from tiny import VARIANTS
 from typer.testing import CliRunner
 
 from diffllama.cli import app, main
 from diffllama.evaluation.commands import rounded, short, shown, tables
 from diffllama.evaluation.probes import PROBES, probe_class
+from support.tiny_loaded_models import tiny_subject
+from support.tiny_models import VARIANTS
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

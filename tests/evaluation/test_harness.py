@@ -10,14 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fresh
 import pytest
 from huggingface_hub import ModelCard
-from llamas import llama
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from ruled import byte_tokenizer, ruled
 
 from diffllama.cli import main
 from diffllama.conversion import convert
@@ -27,6 +24,9 @@ from diffllama.evaluation.harness_command import TASKS
 from diffllama.evaluation.multiple_choice import TASKS as NAMES
 from diffllama.evaluation.multiple_choice import dataset_name, read
 from diffllama.evaluation.probes.needles import Needles
+from support import subprocess_runner
+from support.llama_checkpoints import llama
+from support.rule_based_lm import byte_tokenizer, ruled
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,7 +86,7 @@ def test_a_model_in_three_guises_has_equal_log_likelihoods(models: Path, origina
         f"found = paper({str(models / 'diff')!r}, {str(TASKS)!r}, trust_remote_code=True)\n"
         "facts.update(log_likelihoods=log_likelihoods(found), the_class=found['class'])"
     )
-    remote = fresh.facts(code, {"HF_MODULES_CACHE": str(models / "modules")})
+    remote = subprocess_runner.facts(code, {"HF_MODULES_CACHE": str(models / "modules")})
     assert original["class"][1] == "LlamaForCausalLM"
     assert package["class"][0] == "diffllama.modeling_diff.modeling_diffllama"
     assert remote["the_class"][0].startswith("transformers_modules.")
@@ -383,7 +383,7 @@ for command in COMMANDS:
         "probe attention m --depth nan": (2, "--depth"),
         "probe gradients --learning-rate inf": (2, "--learning-rate must be a finite number"),
     }
-    known = fresh.facts(code.replace("COMMANDS", repr(list(commands))), {})
+    known = subprocess_runner.facts(code.replace("COMMANDS", repr(list(commands))), {})
     for command, (status, text) in commands.items():
         assert known[command][::2] == [status, []], command
         assert text in known[command][1], command

@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ruled import byte_tokenizer
 
 from diffllama.evaluation.haystack import Haystack, ask
+from support.rule_based_lm import byte_tokenizer
 
 
 TOKENIZER = byte_tokenizer()

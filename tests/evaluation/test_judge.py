@@ -3,10 +3,10 @@
 import threading
 
 import pytest
-from judging import Answer, Endpoint
 
 from diffllama.evaluation import judge
 from diffllama.evaluation.judge import Judge, Verdict, agreement, fleiss_kappa, verdict
+from support.fake_judge import Answer, Endpoint
 
 
 @pytest.fixture(autouse=True)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from ruled import RuledModel, ruled
-from tiny import VARIANTS, tiny_model, tiny_tokenizer, tokens
 from transformers import MambaConfig, MambaForCausalLM
 
 from diffllama.evaluation.likelihood import batches, completions, continuation_log_probs, token_log_probs
 from diffllama.evaluation.models import Subject
+from support.rule_based_lm import RuledModel, ruled
+from support.tiny_models import VARIANTS, tiny_model, tiny_tokenizer, tokens
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from subjects import tiny_subject
-from tiny import tiny_model, tiny_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from diffllama.evaluation.models import OWN_FILES, ModelSource, Subject, digest
+from support.tiny_loaded_models import tiny_subject
+from support.tiny_models import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import typer
-from subjects import tiny_subject
 
 import diffllama
 from diffllama.evaluation import runs
@@ -31,6 +30,7 @@ from diffllama.evaluation.runs import (
     resampled,
     run,
 )
+from support.tiny_loaded_models import tiny_subject
 
 
 def outcomes(*values: float, weights: Sequence[float] = (), **cell: Any) -> dict[str, Outcome]:

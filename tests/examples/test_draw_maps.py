@@ -3,7 +3,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import tiny_model, tiny_tokenizer
+
+from support.tiny_models import tiny_model, tiny_tokenizer
 
 
 @pytest.mark.slow

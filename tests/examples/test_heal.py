@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from llamas import SIZES, save_model
-from tiny import tiny_tokenizer
 from transformers import LlamaConfig
 
 from diffllama import convert
+from support.llama_checkpoints import SIZES, save_model
+from support.tiny_models import tiny_tokenizer
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -9,8 +9,6 @@ import torch
 import transformers
 import yaml
 from huggingface_hub import ModelCard
-from llamas import SIZES, save_model
-from tiny import EVERY_FEATURE, VARIANTS, tiny_config, tiny_model, tiny_tokenizer, tokens
 
 import diffllama
 from diffllama.hub_cards import cards
@@ -26,6 +24,8 @@ from diffllama.hub_cards.cards import (
     written_by_hand,
 )
 from diffllama.modeling_diff import modeling_diffllama
+from support.llama_checkpoints import SIZES, save_model
+from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_config, tiny_model, tiny_tokenizer, tokens
 
 
 README = Path(__file__).parents[2] / "README.md"

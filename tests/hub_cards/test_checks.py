@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer, with_earlier_names
 
 from diffllama import DiffLlamaForSequenceClassification, __version__
 from diffllama.hub_cards import check, export
@@ -16,6 +15,7 @@ from diffllama.hub_cards.inspection import inspect
 from diffllama.hub_cards.secrets import secrets
 from diffllama.hub_cards.texts import is_absolute_path
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
+from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer, with_earlier_names
 
 
 @pytest.fixture(scope="module")

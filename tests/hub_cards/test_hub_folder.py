@@ -4,14 +4,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import fresh
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from llamas import llama, snapshot
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny import EVERY_FEATURE, tiny_model, tiny_tokenizer, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
 
 from diffllama import DiffLlamaForSequenceClassification, convert
@@ -20,6 +17,9 @@ from diffllama.hub_cards import check, export, write_card
 from diffllama.hub_cards.code import hub_code, unstamped
 from diffllama.hub_cards.findings import Finding, FolderError, errors
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
+from support import subprocess_runner
+from support.llama_checkpoints import llama, snapshot
+from support.tiny_models import EVERY_FEATURE, tiny_model, tiny_tokenizer, tokens
 
 
 LOAD = """
@@ -108,7 +108,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     places = {f"saved {name}": str(path) for name, path in folders.items()}
     places |= {f"exported {name}": str(path) for name, path in exported.items()}
     env = os.environ | {"HF_MODULES_CACHE": str(work / "modules"), "HF_HOME": str(work / "home")}
-    fresh.run(LOAD, json.dumps(places), work / "logits.safetensors", environment=env, cwd=work)
+    subprocess_runner.run(LOAD, json.dumps(places), work / "logits.safetensors", environment=env, cwd=work)
     return {"work": work, "expected": expected, "computed": load_file(work / "logits.safetensors"), "folders": exported}
 
 
@@ -399,5 +399,5 @@ facts["imported"] = sorted({"peft", "bitsandbytes"} & set(sys.modules))
 def test_check_card_and_push_import_neither_peft_nor_bitsandbytes(source: Path, tmp_path: Path) -> None:
     shutil.copytree(source, tmp_path / "folder")
     torch.save(TrainingArguments("x", use_cpu=True, report_to=[]), tmp_path / "folder" / "training_args.bin")
-    assert fresh.run(IMPORTED, environment=os.environ, cwd=tmp_path)[0] == {"imported": []}
+    assert subprocess_runner.run(IMPORTED, environment=os.environ, cwd=tmp_path)[0] == {"imported": []}
     assert (tmp_path / "folder" / "README.md").is_file()

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import tiny_model, tiny_tokenizer
 
 from diffllama.hub_cards import check, export, limits
 from diffllama.hub_cards.findings import Finding, errors
 from diffllama.hub_cards.inspection import inspect
 from diffllama.hub_cards.limits import inspect_with_limits
+from support.tiny_models import tiny_model, tiny_tokenizer
 
 
 HF = "hf_" + "aB3dE5gH7jK9mN1pQ2rS4tU6vW8xY0zA12"

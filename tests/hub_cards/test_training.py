@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_model
 from transformers import SchedulerType, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from diffllama.hub_cards.training import Inert, training_record, training_rows
+from support.tiny_models import tiny_model
 
 
 class Hostile:

@@ -4,16 +4,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hub import Hub, Repository
 from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file, save_file
-from tiny import tiny_model, tiny_tokenizer, with_earlier_names
 
 from diffllama.hub_cards import code, export, push, upload
 from diffllama.hub_cards.cards import pinned_revision
 from diffllama.hub_cards.findings import FolderError
 from diffllama.hub_cards.upload import Shipment
+from support.fake_hub import Hub, Repository
+from support.tiny_models import tiny_model, tiny_tokenizer, with_earlier_names
 
 
 REPO = "alice/model"

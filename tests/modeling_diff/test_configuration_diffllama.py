@@ -17,12 +17,12 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import EVERY_FEATURE, VARIANTS, tiny_config, tiny_model, tokens
 from transformers.activations import ACT2FN
 
 import diffllama
 from diffllama import DiffLlamaConfig, DiffLlamaForCausalLM, DiffLlamaForTokenClassification
 from diffllama.modeling_diff import configuration_diffllama, modeling_diffllama
+from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_config, tiny_model, tokens
 
 
 GEOMETRY = ("num_attention_heads", "num_key_value_heads", "head_dim")

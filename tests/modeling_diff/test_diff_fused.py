@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from cases import KINDS, batch
 from packaging.version import Version
-from tiny import EVERY_FEATURE, VARIANTS, paged, tiny_model, tokens
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
 from diffllama.modeling_diff import diff_fused
 from diffllama.modeling_diff.blocked_attention import packed_attention
 from diffllama.modeling_diff.diff_fused import NAME, chosen
+from support.attention_masks import KINDS, batch
+from support.tiny_models import EVERY_FEATURE, VARIANTS, paged, tiny_model, tokens
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 import math
 
 import pytest
-import reference
 import torch
 
 from diffllama.modeling_diff.differential_attention import (
@@ -13,6 +12,7 @@ from diffllama.modeling_diff.differential_attention import (
     pad_queries,
     vector_lambda,
 )
+from support import reference
 
 
 @pytest.mark.parametrize(

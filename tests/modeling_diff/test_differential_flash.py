@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import pytest
-import reference
 import torch
 
 from diffllama.modeling_diff import differential_flash as module
 from diffllama.modeling_diff.differential_flash import differential_flash, split_count
+from support import reference
 
 
 pytestmark = pytest.mark.slow  # and the same with every transformers

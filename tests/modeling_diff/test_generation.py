@@ -5,7 +5,6 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from tiny import EVERY_FEATURE, PADDED, VARIANTS, paged, tiny_model, tiny_tokenizer, tokens
 from torch._inductor import compile as inductor
 from transformers import (
     Cache,
@@ -22,6 +21,7 @@ from transformers import (
 )
 
 from diffllama import DiffLlamaForCausalLM
+from support.tiny_models import EVERY_FEATURE, PADDED, VARIANTS, paged, tiny_model, tiny_tokenizer, tokens
 
 
 TOLERANCE = 1e-5  # absolute, on logits of order 1

@@ -4,11 +4,11 @@ import importlib.util
 
 import pytest
 import torch
-from cases import KINDS, batch
-from tiny import VARIANTS, tiny_model, tokens
 from torch import nn
 
 from diffllama import DiffLlamaForCausalLM
+from support.attention_masks import KINDS, batch
+from support.tiny_models import VARIANTS, tiny_model, tokens
 
 
 pytestmark = pytest.mark.gpu

@@ -3,10 +3,7 @@ import math
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import KINDS, Batch, batch
-from tiny import EVERY_FEATURE, PADDED, VARIANTS, tiny_config, tiny_model, tokens
 from torch import nn
 from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -19,6 +16,9 @@ from diffllama import (
     DiffLlamaModel,
 )
 from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention, eager_attention_forward
+from support import reference
+from support.attention_masks import KINDS, Batch, batch
+from support.tiny_models import EVERY_FEATURE, PADDED, VARIANTS, tiny_config, tiny_model, tokens
 
 
 HEADS = 4

@@ -12,11 +12,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import fresh
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import EVERY_FEATURE, VARIANTS, tiny_config, tiny_model, tiny_tokenizer, tokens
 from torch import nn
 from transformers.dynamic_module_utils import get_relative_imports
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
@@ -31,6 +29,8 @@ from diffllama import (
     modeling_diff,
 )
 from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention, DiffLlamaPreTrainedModel
+from support import subprocess_runner
+from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_config, tiny_model, tiny_tokenizer, tokens
 
 
 SOURCES = sorted(f for f in Path(modeling_diff.__file__).parent.glob("*.py") if f.name != "__init__.py")
@@ -141,7 +141,9 @@ def fresh_process(folder: Path, work: Path) -> Answers:
     before = files(folder)
     env = os.environ | {"HF_MODULES_CACHE": str(work / "modules"), "HF_HOME": str(work / "hub"), "HF_HUB_OFFLINE": "1"}
     # without a terminal a question whether to trust the code is answered by an error
-    fresh.run(PROCESS, folder, work / "saved", work / "answers", PROMPT, environment=env, cwd=work / "elsewhere")
+    subprocess_runner.run(
+        PROCESS, folder, work / "saved", work / "answers", PROMPT, environment=env, cwd=work / "elsewhere"
+    )
     return Answers(
         folder,
         work / "saved",

@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny import EVERY_FEATURE, VARIANTS, tiny_config, tiny_model, tokens
 from transformers import AutoModel, PreTrainedModel
 
 from diffllama import (
@@ -18,6 +17,7 @@ from diffllama import (
     DiffLlamaModel,
     modeling_diff,
 )
+from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_config, tiny_model, tokens
 
 
 HEADS = {

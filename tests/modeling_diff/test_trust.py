@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tiny import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer
+
+from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer
 
 
 pytestmark = pytest.mark.slow

@@ -13,9 +13,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import StrictDataclassFieldValidationError
-from llamas import REFUSALS, Refusal, llama, prepared, snapshot
 from safetensors.torch import load_file
-from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -25,6 +23,8 @@ from diffllama.cli import app, main
 from diffllama.conversion.weight_map import CheckpointError
 from diffllama.hub_cards.findings import Finding
 from diffllama.hub_cards.upload import Arrival, Shipment
+from support.llama_checkpoints import REFUSALS, Refusal, llama, prepared, snapshot
+from support.tiny_models import tiny_model
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from llamas import SIZES
-from tiny import PADDED, VARIANTS, paged, tiny_config, tiny_model, tokens
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, PreTrainedModel
 from typer.testing import CliRunner
@@ -18,6 +16,8 @@ from diffllama import DiffLlamaConfig, DiffLlamaForCausalLM
 from diffllama.cli import app
 from diffllama.configuration import baseline, preset
 from diffllama.memory import memory, read_config
+from support.llama_checkpoints import SIZES
+from support.tiny_models import PADDED, VARIANTS, paged, tiny_config, tiny_model, tokens
 
 
 WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "max_position_embeddings": 4096}

@@ -7,17 +7,17 @@ import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
-import fresh
 import pytest
 import torch
 import transformers
-from tiny import VARIANTS, tiny_config, tiny_tokenizer, tokens, with_earlier_names
 from transformers import PreTrainedModel
 from transformers.utils.generic import find_labels
 
 import diffllama
 from diffllama.modeling_diff import modeling_diffllama
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
+from support import subprocess_runner
+from support.tiny_models import VARIANTS, tiny_config, tiny_tokenizer, tokens, with_earlier_names
 
 
 AUTO_CLASSES = [name for name in AUTO_MAP if name != "AutoConfig"]
@@ -144,7 +144,7 @@ def test_folders_load_by_their_code_and_by_the_package_without_a_complaint(by: s
             name = AUTO_MAP[auto_class].partition(".")[2]
             names[folder.name] = name.replace("Differential", "Diff") if by == "remote code" and code else name
             tasks[folder.name] = [TASKS[auto_class]] if auto_class in TASKS else []
-    known, printed = fresh.run(
+    known, printed = subprocess_runner.run(
         f"PIPELINES = {PIPELINES}\n{PROCESS}",
         by,
         json.dumps(tokens(2, 7).tolist()),

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import fresh
 import pytest
 import torch
 from peft import (
@@ -23,11 +22,12 @@ from peft import (
     prepare_model_for_kbit_training,
 )
 from safetensors.torch import load_file, save_file
-from tiny import VARIANTS, tiny_model, tokens
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from diffllama import DiffLlamaForCausalLM
 from diffllama.training.lambdas import train_lambdas
+from support import subprocess_runner
+from support.tiny_models import VARIANTS, tiny_model, tokens
 
 
 TASK = "CAUSAL_LM"
@@ -78,7 +78,7 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "diffllam
 import diffllama
 facts["last"] = all(mapping["diff_llama"] == mapping["llama"] for mapping in known.values())
 """
-    assert fresh.facts(code, {}) == {"first": True, "last": True}
+    assert subprocess_runner.facts(code, {}) == {"first": True, "last": True}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -256,7 +256,7 @@ def test_an_adapter_and_its_trained_lambda_load_onto_the_model_of_remote_code(va
     save_file({"ids": tokens(2, 9)}, tmp_path / "ids.safetensors")
     torch.save(NF4, tmp_path / "bits.pt")
     env = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HOME": str(tmp_path / "home")}
-    fresh.run(REMOTE, environment=env, cwd=tmp_path)
+    subprocess_runner.run(REMOTE, environment=env, cwd=tmp_path)
     assert torch.equal(load_file(tmp_path / "logits.safetensors")["logits"], logits(model))
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["peft_type"] == "LORA"
     if importlib.util.find_spec("bitsandbytes"):

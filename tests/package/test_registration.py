@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import fresh
 import pytest
-from tiny import VARIANTS, tiny_config, tiny_model
 
 import diffllama
 from diffllama import DiffLlamaConfig
+from support import subprocess_runner
+from support.tiny_models import VARIANTS, tiny_config, tiny_model
 
 
 TINY = {
@@ -53,7 +53,7 @@ THEIRS = "transformers.models.diffllama.modeling_diffllama.Diff"
 
 def facts(code: str, **environment: str) -> dict[str, Any]:
     """Runs code that fills the dictionary `facts`, in a fresh process without a terminal."""
-    return fresh.facts(PRELUDE + code, environment)
+    return subprocess_runner.facts(PRELUDE + code, environment)
 
 
 @pytest.fixture(scope="module")

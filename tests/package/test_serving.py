@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import generating
 import pytest
 import transformers
 import typer
 import uvicorn
-from asking import QUESTION, Answering, ask, chat, check_it_stops, post, readme_command
 from starlette.testclient import TestClient
-from tiny import tiny_model, tiny_tokenizer
 from transformers.cli.serve import Serve
 from transformers.cli.serving import utils
 
 from benchmarks.serving import Server, free_port, serve
 from diffllama import DiffLlamaForCausalLM
 from diffllama.serving import MAX_BODY_SIZE, check_options, command, run
+from support import folder_generation
+from support.openai_server_suite import QUESTION, Answering, ask, chat, check_it_stops, post, readme_command
+from support.tiny_models import tiny_model, tiny_tokenizer
 
 
 UsageError = typer.BadParameter.__base__
@@ -54,7 +54,7 @@ def server(folder: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def answers(folder: Path) -> dict[str, str]:
-    found = generating.answers(folder, CONTENTS, 8)
+    found = folder_generation.answers(folder, CONTENTS, 8)
     assert len(set(found.values())) == len(found)
     return found
 

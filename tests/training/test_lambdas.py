@@ -8,11 +8,11 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
-from tiny import tiny_model, tokens
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from diffllama.training import lambdas
 from diffllama.training.lambdas import LAMBDAS, train_lambdas
+from support.tiny_models import tiny_model, tokens
 
 
 TASK = "CAUSAL_LM"

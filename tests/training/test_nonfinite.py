@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_model, tokens
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from diffllama.training import StopOnNonFiniteCallback
+from support.tiny_models import tiny_model, tokens
 
 
 POISON = 96  # a token whose embedding is not a number

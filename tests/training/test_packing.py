@@ -13,11 +13,11 @@ from accelerate.data_loader import IterableDatasetShard
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from diffllama.training import packed, packing
 from diffllama.training.packing import fingerprint, pack, read_documents
+from support.tiny_models import tiny_tokenizer
 
 
 TOKENIZER = tiny_tokenizer()

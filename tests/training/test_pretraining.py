@@ -11,12 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import fresh
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tiny import tiny_model, tiny_tokenizer
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainerState
 from typer.testing import CliRunner
@@ -26,6 +24,8 @@ from diffllama.cli import app
 from diffllama.files import locked
 from diffllama.training import last_checkpoint, packed, pretrain
 from diffllama.training.pretraining import make_record, read_settings, resolve_source, training_arguments
+from support import subprocess_runner
+from support.tiny_models import tiny_model, tiny_tokenizer
 
 
 ROOT = Path(__file__).parents[2]
@@ -571,7 +571,7 @@ for name in ("nonesuch.yaml", "early.yaml"):
     facts[name] = str(CliRunner().invoke(app, ["pretrain", name]).exception)
 facts["imported"] = sorted({"transformers", "datasets"} & set(sys.modules))
 """
-    known = fresh.facts(code, {})
+    known = subprocess_runner.facts(code, {})
     assert known["nonesuch.yaml"] == "[Errno 2] No such file or directory: 'nonesuch.yaml'"
     assert known["early.yaml"].endswith("`data`: there is no field `file`; did you mean `files`?")
     assert known["imported"] == []

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import merge_fsdp_weights
-from launching import NO_DEEPSPEED, environment, launch_arguments
 from safetensors.torch import load_file
-from tiny import VARIANTS, tiny_model, tokens
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from transformers import Trainer, TrainingArguments
 
 from diffllama import DiffLlamaForCausalLM
+from support.accelerate_configs import NO_DEEPSPEED, environment, launch_arguments
+from support.tiny_models import VARIANTS, tiny_model, tokens
 
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ import json, os, sys
 import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from safetensors.torch import save_file
-from tiny import VARIANTS, tokens
+from support.tiny_models import VARIANTS, tokens
 from transformers import Trainer, TrainingArguments
 from diffllama import DiffLlamaForCausalLM
 from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention
@@ -101,7 +101,7 @@ INFER = """
 import os, sys
 import diffllama, torch
 from safetensors.torch import save_file
-from tiny import VARIANTS, tokens
+from support.tiny_models import VARIANTS, tokens
 from transformers import AutoModelForCausalLM
 
 for variant in VARIANTS:

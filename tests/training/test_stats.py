@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from reference import attention, under
-from tiny import EVERY_FEATURE, VARIANTS, tiny_model, tokens
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import integration_utils
 
 from diffllama import DiffLlamaForCausalLM
 from diffllama.training import DifferentialStatsCallback, differential_stats
+from support.reference import attention, under
+from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_model, tokens
 
 
 def expected_stats(model: DiffLlamaForCausalLM, row: torch.Tensor) -> dict[str, list[float]]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import VARIANTS, tiny_model, tokens
 from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 
 from diffllama import DiffLlamaForCausalLM
+from support.tiny_models import VARIANTS, tiny_model, tokens
 
 
 ROWS = [tokens(12, seed=i) for i in range(16)]

@@ -6,12 +6,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import fresh
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
-from tiny import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer, tokens
 from torch.nn import functional
 from transformers import BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer
@@ -19,6 +17,8 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from diffllama import DiffLlamaForCausalLM
 from diffllama.training.lambdas import LAMBDAS, train_lambdas
+from support import subprocess_runner
+from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer, tokens
 
 
 EOS = 2
@@ -240,7 +240,7 @@ def test_a_model_of_remote_code_is_loaded_from_its_folder_and_learns(variant: st
     tiny_model(variant, initializer_range=0.05).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     env = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    fresh.run(REMOTE, environment=env, cwd=tmp_path)
+    subprocess_runner.run(REMOTE, environment=env, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from planted import planted
-from subjects import KINDS, tiny_subject
-from tiny import tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
@@ -20,6 +17,9 @@ from diffllama.evaluation.haystack import HEAD, ask
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.probes.attention import AttentionToAnswer, Passage, last_rows
 from diffllama.evaluation.runs import Candidate, Report, run
+from support.planted_attention import planted
+from support.tiny_loaded_models import KINDS, tiny_subject
+from support.tiny_models import tiny_tokenizer
 
 
 LENGTH = 700

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import VARIANTS, tiny_model, tokens
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -15,6 +14,7 @@ from diffllama.evaluation.matched import SMALL, Pair
 from diffllama.evaluation.probes import gradients
 from diffllama.evaluation.probes.gradients import Gradients, norms
 from diffllama.evaluation.runs import Report, run
+from support.tiny_models import VARIANTS, tiny_model, tokens
 
 
 SHARED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "all parameters"]

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judging import Answer, Endpoint
-from ruled import ruled
-from subjects import KINDS, tiny_subject
 
 from diffllama.evaluation import judge
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.probes.hallucination import Hallucination
 from diffllama.evaluation.runs import Candidate, Report, run
+from support.fake_judge import Answer, Endpoint
+from support.rule_based_lm import ruled
+from support.tiny_loaded_models import KINDS, tiny_subject
 
 
 def measured(output: Path, *subjects: Subject, data: Path | None = None, **settings: Any) -> Report:

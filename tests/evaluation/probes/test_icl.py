@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ruled import ruled
-from subjects import KINDS, tiny_subject
 
 from diffllama.evaluation.data import find
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.probes.icl import SEPARATOR, ManyShot
 from diffllama.evaluation.runs import Candidate, Report, run
 from diffllama.evaluation.settings import ClassificationTask
+from support.rule_based_lm import ruled
+from support.tiny_loaded_models import KINDS, tiny_subject
 
 
 def measured(load: Callable[[], Subject], output: Path, data: Path | None = None, **settings: Any) -> Report:

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ruled import ruled
-from subjects import KINDS, tiny_subject
 
 from diffllama.evaluation.classification import Example
 from diffllama.evaluation.data import find
@@ -18,6 +16,8 @@ from diffllama.evaluation.models import Subject
 from diffllama.evaluation.probes.icl import SEPARATOR
 from diffllama.evaluation.probes.icl_order import ShotOrder, alternate, by_chance, spread
 from diffllama.evaluation.runs import Candidate, Report, run
+from support.rule_based_lm import ruled
+from support.tiny_loaded_models import KINDS, tiny_subject
 
 
 def measured(output: Path, *loads: Callable[[], Subject], data: Path | None = None, **settings: Any) -> Report:

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from ruled import RuledModel, byte_tokenizer
-from subjects import KINDS, tiny_subject
 
 from diffllama.evaluation import attention
 from diffllama.evaluation.attention import AttentionCall, watched
@@ -24,6 +22,8 @@ from diffllama.evaluation.probes.logit_bits import (
     quantised_attention,
 )
 from diffllama.evaluation.runs import Candidate, Report, run
+from support.rule_based_lm import RuledModel, byte_tokenizer
+from support.tiny_loaded_models import KINDS, tiny_subject
 
 
 def measured(load: Callable[[], Subject], output: Path, data: Path | None = None, **settings: Any) -> Report:

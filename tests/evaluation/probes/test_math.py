@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ruled import ruled
-from subjects import KINDS, tiny_subject
 
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.probes.math import Math
 from diffllama.evaluation.runs import Candidate, Report, run
 from diffllama.evaluation.word_problems import LATEX, WORDS, Problem
+from support.rule_based_lm import ruled
+from support.tiny_loaded_models import KINDS, tiny_subject
 
 
 def measured(output: Path, *subjects: Subject, data: Path | None = None, **settings: Any) -> Report:

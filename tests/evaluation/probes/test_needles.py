@@ -5,14 +5,14 @@ import re
 from pathlib import Path
 
 import pytest
-from ruled import ruled
-from tiny import VARIANTS, tiny_model
 from typer.testing import CliRunner
 
 from diffllama.cli import app
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.probes.needles import Needles
 from diffllama.evaluation.runs import Candidate, Report, run
+from support.rule_based_lm import ruled
+from support.tiny_models import VARIANTS, tiny_model
 
 
 def measured(subject: Subject, output: Path, **settings: object) -> Report:

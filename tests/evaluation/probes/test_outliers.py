@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from planted import planted
-from subjects import KINDS, tiny_subject
-from tiny import tiny_model, tokens
 
 from diffllama.evaluation import attention
 from diffllama.evaluation.data import Source
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.probes.outliers import RANKS, Magnitudes, Outliers, magnitudes
 from diffllama.evaluation.runs import Candidate, Report, dumps, run
+from support.planted_attention import planted
+from support.tiny_loaded_models import KINDS, tiny_subject
+from support.tiny_models import tiny_model, tokens
 
 
 RESOLUTION = 2**-8

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ruled import RuledModel, byte_tokenizer
-from subjects import KINDS, tiny_subject
 
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.probes.recall import Recall, repeated
 from diffllama.evaluation.runs import Candidate, Report, run
+from support.rule_based_lm import RuledModel, byte_tokenizer
+from support.tiny_loaded_models import KINDS, tiny_subject
 
 
 def measured(load: Callable[[], Subject], output: Path, data: Path | None = None, **settings: Any) -> Report:

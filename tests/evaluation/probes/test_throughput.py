@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import VARIANTS, tiny_model, tokens
 
 from diffllama import DiffLlamaConfig
 from diffllama.configuration import preset
@@ -16,6 +15,7 @@ from diffllama.evaluation import matched
 from diffllama.evaluation.probes import throughput
 from diffllama.evaluation.probes.throughput import PASSES, WARM_UP, Throughput, check, step
 from diffllama.evaluation.runs import Report, run
+from support.tiny_models import VARIANTS, tiny_model, tokens
 
 
 @pytest.fixture(autouse=True)

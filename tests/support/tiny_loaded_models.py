@@ -1,11 +1,11 @@
 """Tiny models with random weights and a tokenizer, as probes measure them."""
 
 import torch
-from ruled import byte_tokenizer
-from tiny import VARIANTS, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from diffllama.evaluation.models import Subject
+from support.rule_based_lm import byte_tokenizer
+from support.tiny_models import VARIANTS, tiny_model
 
 
 KINDS = ("llama", *VARIANTS)

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
-from tiny import tiny_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -24,6 +23,7 @@ from transformers import (
 )
 
 from diffllama.conversion import CheckpointError
+from support.tiny_models import tiny_tokenizer
 
 
 CHAT_TEMPLATE = "{% for m in messages %}w1 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w2{% endif %}"

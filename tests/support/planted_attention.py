@@ -3,9 +3,9 @@
 import math
 
 import torch
-from subjects import tiny_subject
 
 from diffllama.evaluation.models import Subject
+from support.tiny_loaded_models import tiny_subject
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Loads folders of ours with several versions of transformers and compares every bit.
 
-    python tests/versions.py 5.6.0=.venv-transformers-5.6.0/bin/python 5.15.1=.venv-transformers-5.15.1/bin/python
+    python tests/transformers_versions.py 5.6.0=.venv-transformers-5.6.0/bin/python 5.15.1=.venv-5.15.1/bin/python
 
 This process has the newest version and the package. It makes folders and says what they compute. Then each version
 named, and the newest, loads them in a process that cannot import the package, by the folders' own code.
@@ -109,9 +109,8 @@ def texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[st
 
 def make(work: Path) -> None:
     """Exports models of every kind to `work`, and beside each folder what the package computes, also in float64."""
-    from tiny import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer
-
     from diffllama.hub_cards import export
+    from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer
 
     features: dict[str, dict[str, Any]] = {"plain": {}, "every_feature": EVERY_FEATURE}
     for variant, feature, dtype in product(VARIANTS, features, (torch.float32, torch.bfloat16)):

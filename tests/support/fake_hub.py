@@ -312,7 +312,7 @@ class Handler(BaseHTTPRequestHandler):
                 return self.file(self.server.repositories[f"{owner}/{name}"].objects[sha256])
             case "GET" | "HEAD", owner, name, "resolve", revision, *path:
                 return self.resolve(self.repository(f"{owner}/{name}"), revision, "/".join(path))
-        raise Refusal(501, "tests/hub.py does not know this request")
+        raise Refusal(501, "the fake Hub does not know this request")
 
     # Who may do it.
 
@@ -413,7 +413,7 @@ class Handler(BaseHTTPRequestHandler):
         self.sign_in()
         owner, hub = organization or self.user, self.server
         if options.get("type", "model") != "model":
-            raise Refusal(501, "tests/hub.py knows models only")
+            raise Refusal(501, "the fake Hub knows models only")
         if owner != self.user:
             raise Refusal(403, f"You don't have the rights to create a model under the namespace {owner!r}")
         answer = {"name": f"{owner}/{name}", "url": f"{hub.endpoint}/{owner}/{name}"}

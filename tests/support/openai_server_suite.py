@@ -23,7 +23,7 @@ QUESTION = "w6 w7 w8"
 AT_ONCE = 200
 
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
 
 def readme_command(program: str, folder: Path, port: int) -> list[str]:

@@ -1,0 +1,1 @@
+"""What several tests share: tiny models, inputs, fake servers, and the independent truth."""
