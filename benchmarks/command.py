@@ -19,7 +19,7 @@ from benchmarks.cases import CASES, DEFAULT, Sizes, choose
 from benchmarks.machine import machine
 from benchmarks.peers import ARCHITECTURES, OURS, SHAPE_NAMES, Setting, peers
 from benchmarks.results import entry, measure, shown
-from diffllama.files import replace_file
+from diffllama.checkpoints.files import replace_file
 
 
 app = typer.Typer(

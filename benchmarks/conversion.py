@@ -38,10 +38,10 @@ from rich.table import Table
 from safetensors.torch import safe_open, save_file
 
 from diffllama import DiffLlamaConfig
-from diffllama.conversion import convert
-from diffllama.conversion.checkpoints import open_checkpoint
-from diffllama.conversion.shards import write_shards
-from diffllama.conversion.transformers_models import expected_tensors
+from diffllama.checkpoints.models import expected_tensors
+from diffllama.checkpoints.reading import open_checkpoint
+from diffllama.checkpoints.writing import write_shards
+from diffllama.conversion.engine import convert
 from diffllama.conversion.weight_map import Rule, plan
 
 

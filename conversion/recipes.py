@@ -11,9 +11,10 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedConfig
 
-from diffllama.choices import Pairing, Variant, check_conversion
+from diffllama.checkpoints.options import Variant
 from diffllama.conversion import llama, transformers_diffllama, unilm
-from diffllama.conversion.transformers_models import TransformersResult, TransformersSource
+from diffllama.conversion.options import Pairing, check_conversion
+from diffllama.conversion.transformers_models import ComparableSource, TransformersResult
 from diffllama.conversion.unilm import UnilmResult, UnilmSource
 from diffllama.conversion.weight_map import WeightMap
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
@@ -34,7 +35,7 @@ class Recipe:
         new_weights: tensors that no tensor of the source becomes.
     """
 
-    source: Callable[[Path], TransformersSource | UnilmSource]
+    source: Callable[[Path], ComparableSource | UnilmSource]
     result: TransformersResult | UnilmResult
     convert_config: Callable[[Any], PreTrainedConfig]
     weight_map: Callable[[DiffLlamaConfig], WeightMap]
@@ -49,7 +50,7 @@ def find_recipe(source: str | None, target: str | None, variant: str | None, pai
     if source == "llama":
         chosen = variant or "v2"
         return Recipe(
-            source=partial(TransformersSource, model_types=llama.MODEL_TYPES),
+            source=partial(ComparableSource, model_types=llama.MODEL_TYPES),
             result=TransformersResult(),
             convert_config=partial(llama.convert_config, variant=chosen),
             weight_map=lambda config: llama.WEIGHT_MAPS[chosen],
@@ -59,7 +60,7 @@ def find_recipe(source: str | None, target: str | None, variant: str | None, pai
         )
     if source == "transformers":
         return Recipe(
-            source=partial(TransformersSource, model_types=transformers_diffllama.MODEL_TYPES),
+            source=partial(ComparableSource, model_types=transformers_diffllama.MODEL_TYPES),
             result=TransformersResult(),
             convert_config=transformers_diffllama.convert_config,
             weight_map=lambda config: transformers_diffllama.FROM_TRANSFORMERS,
@@ -72,7 +73,7 @@ def find_recipe(source: str | None, target: str | None, variant: str | None, pai
             convert_config=partial(unilm.convert_config, pairing=keys),
             weight_map=lambda config: unilm.FROM_UNILM[modules, keys],
         )
-    ours = partial(TransformersSource, model_types=(DiffLlamaConfig.model_type,))
+    ours = partial(ComparableSource, model_types=(DiffLlamaConfig.model_type,))
     if target == "transformers":
         return Recipe(
             source=ours,

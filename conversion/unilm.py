@@ -19,22 +19,20 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from diffllama.choices import Pairing, Variant
+from diffllama.checkpoints.errors import CheckpointError, lines
+from diffllama.checkpoints.files import NAMES
+from diffllama.checkpoints.json_files import read_json
+from diffllama.checkpoints.models import check_layers, check_sizes, copy_companions, expected_tensors
+from diffllama.checkpoints.options import Variant
+from diffllama.checkpoints.reading import SUFFIXES, Checkpoint, TensorFile, open_checkpoint
 from diffllama.conversion import unilm_reference
-from diffllama.conversion.checkpoints import NAMES, SUFFIXES, Checkpoint, TensorFile, open_checkpoint
 from diffllama.conversion.llama import BODY
 from diffllama.conversion.operations import half_from_interleaved, interleaved_from_half, repeat_keys, repeat_values
+from diffllama.conversion.options import Pairing
 from diffllama.conversion.transformers_diffllama import LAMBDAS, refuse
-from diffllama.conversion.transformers_models import (
-    TransformersResult,
-    check_layers,
-    check_sizes,
-    copy_companions,
-    expected_tensors,
-)
+from diffllama.conversion.transformers_models import TransformersResult
 from diffllama.conversion.verification import Outputs, token_ids
-from diffllama.conversion.weight_map import CheckpointError, Rule, WeightMap, lines, plan
-from diffllama.hub_cards.texts import read_json
+from diffllama.conversion.weight_map import Rule, WeightMap, plan
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention, DiffLlamaRotaryEmbedding
 

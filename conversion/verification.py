@@ -11,18 +11,12 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
-from diffllama.errors import DiffLlamaError
-
 
 TOLERANCE = 1e-5
 """Largest difference of outputs in float32, as a share of the largest output, of conversions that are not bit-equal."""
 
 Outputs = Callable[[bool], torch.Tensor]
 """What one side computes for the inputs of `token_ids`: in one piece, or (True) token by token from a cache."""
-
-
-class VerificationError(DiffLlamaError):
-    """A converted model does not compute what its source computes."""
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,18 @@ Shapes are planned with tensors on the meta device, which have a shape and a dty
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from diffllama.errors import DiffLlamaError
+from diffllama.checkpoints.errors import CheckpointError, lines
+from diffllama.checkpoints.writing import Step
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
 
 Operation = Callable[..., torch.Tensor]
 """(tensor, our configuration, *the rule's other tensors) -> tensor; see `operations`."""
-
-
-class CheckpointError(DiffLlamaError):
-    """Files or tensors of a checkpoint are not what they have to be. The message lists all of them, a line each."""
 
 
 @dataclass(frozen=True)
@@ -40,23 +37,6 @@ class Rule:
 
 WeightMap = Mapping[str, "Rule | tuple[Rule, ...] | None"]
 """Source name, a template with `{i}` for the layer, -> rule or rules; `None` drops the tensor deliberately."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """How one tensor of the result is made.
-
-    Attributes:
-        inputs: names of the source's tensors that it needs; empty for a new tensor.
-        make: the tensor from `inputs`.
-        result: its shape and dtype, on the meta device.
-        copied: whether it is its only input as it is.
-    """
-
-    inputs: tuple[str, ...]
-    make: Callable[..., torch.Tensor]
-    result: torch.Tensor
-    copied: bool = False
 
 
 def find_rules(name: str, weight_map: WeightMap) -> tuple[tuple[Rule, ...], str] | None:
@@ -121,25 +101,3 @@ def plan(
     if missing:
         raise CheckpointError(lines("The weight map needs tensors that are not there", missing))
     return steps
-
-
-def lines(title: str, items: Iterable[str]) -> str:
-    """A message with a line for each item."""
-    return "\n  ".join((f"{title}:", *items))
-
-
-def check_tensors(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], where: str) -> None:
-    """Checks names and shapes.
-
-    Raises:
-        CheckpointError: lists every missing, extra and misshapen tensor with its shapes.
-    """
-    faults = [f"missing: {name} {list(expected[name].shape)}" for name in expected if name not in found]
-    faults += [f"extra: {name} {list(found[name].shape)}" for name in found if name not in expected]
-    faults += [
-        f"misshapen: {name} {list(found[name].shape)}, must be {list(expected[name].shape)}"
-        for name in expected
-        if name in found and found[name].shape != expected[name].shape
-    ]
-    if faults:
-        raise CheckpointError(lines(f"{where} does not have the tensors that its configuration asks for", faults))

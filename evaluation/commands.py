@@ -15,10 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from typer.core import TyperGroup
 
-from diffllama.choices import DType
+from diffllama.checkpoints.extras import needs
+from diffllama.checkpoints.options import DType
 from diffllama.evaluation.probes import PROBES, probe_class, settings_class
 from diffllama.evaluation.settings import Device
-from diffllama.extras import needs
 
 
 OPTIONS: dict[str, tuple[Any, Any]] = {

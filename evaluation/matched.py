@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from diffllama import DiffLlamaConfig
 from diffllama.configuration import baseline, preset
 from diffllama.evaluation.models import device
 from diffllama.evaluation.runs import Candidate, Probe, S
 from diffllama.evaluation.settings import MatchedSettings
+from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
 
 SMALL = {

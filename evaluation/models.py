@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from diffllama.choices import DType
-from diffllama.files import locate
+from diffllama.checkpoints.files import locate
+from diffllama.checkpoints.options import DType
 
 
 OWN_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")

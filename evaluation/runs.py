@@ -12,7 +12,6 @@ import hashlib
 import io
 import json
 import math
-import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,12 +23,12 @@ import numpy as np
 import torch
 import transformers
 
-from diffllama import __version__, evaluation, modeling_diff
+from diffllama import evaluation, modeling_diff
+from diffllama.checkpoints.files import locked, replace_file
+from diffllama.checkpoints.versions import versions
 from diffllama.evaluation.data import Source, find
 from diffllama.evaluation.models import Subject, digest
 from diffllama.evaluation.settings import Settings
-from diffllama.files import locked, replace_file
-from diffllama.hub_cards.code import commit
 
 
 RESAMPLES = 1000
@@ -266,17 +265,6 @@ def averages_over(
             }
         )
     return results
-
-
-def versions() -> dict[str, str | None]:
-    """What computed: this package, its commit, and the libraries under it."""
-    return {
-        "diffllama": __version__,
-        "commit": commit(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def computed_by() -> dict[str, str]:

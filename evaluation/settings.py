@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 import typer
 
-from diffllama.choices import DType, Variant
+from diffllama.checkpoints.options import DType, Variant
 from diffllama.configuration import preset_names
 
 

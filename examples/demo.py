@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from diffllama.conversion import convert
+from diffllama.conversion.engine import convert
 from diffllama.modeling_diff import modeling_diffllama
 
 

@@ -27,7 +27,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from transformers import AutoModelForCausalLM
 
-from diffllama.conversion import convert
+from diffllama.conversion.engine import convert
 from diffllama.training import pretrain
 from diffllama.training.pretraining import read_settings
 

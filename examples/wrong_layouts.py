@@ -17,9 +17,9 @@ from rich.table import Table
 from transformers import PreTrainedConfig
 
 from diffllama import DiffLlamaConfig
+from diffllama.checkpoints.models import meta_model
 from diffllama.configuration import SHARED_FIELDS, baseline
 from diffllama.conversion import llama, operations, transformers_diffllama, unilm
-from diffllama.conversion.transformers_models import meta_model
 from diffllama.conversion.verification import measure, token_ids
 from diffllama.conversion.weight_map import Operation, Rule, WeightMap, plan
 

@@ -22,7 +22,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Not imported at once: conversions write cards, and folders are made with what conversions are made of
+    # Not imported at once: the command line imports `findings` to check its arguments, and needs no torch for that
     if name in _HOMES:
         return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,9 +22,9 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from yaml import YAMLError
 
-from diffllama import PACKAGE_URL
-from diffllama.choices import VARIANTS
-from diffllama.hub_cards.code import AUTO_CLASSES
+from diffllama.checkpoints.models import AUTO_CLASSES
+from diffllama.checkpoints.options import VARIANTS
+from diffllama.checkpoints.versions import PACKAGE_URL
 from diffllama.hub_cards.texts import has_place
 from diffllama.hub_cards.training import training_rows
 
@@ -73,7 +73,7 @@ class Facts:
         architecture: the class that the weights belong to.
         chat: whether the tokenizer has a chat template.
         part: whether it is attention modules alone.
-        conversion: conversion.json, see `diffllama.conversion.convert`.
+        conversion: conversion.json, see `conversion.engine.convert`.
         trained: whether the weights are other ones than the conversion made.
         training: training.json, see `training_record`.
         evaluation: evaluation.json, see `evaluation_rows`.

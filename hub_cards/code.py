@@ -4,30 +4,21 @@
 
 import ast
 import difflib
-import json
 import re
-import subprocess
 import sys
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
-from diffllama import __version__, modeling_diff
-from diffllama.errors import DiffLlamaError
+from diffllama.checkpoints.errors import DiffLlamaError
+from diffllama.checkpoints.versions import SOURCE, VERSION, commit, is_code_licence, licence
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
 
 
-SOURCE = Path(modeling_diff.__file__).parent
-"""The folder of the package with the code that Hub folders receive."""
-
 OURS = ("diffllama", "modeling_diff", "configuration", "conversion", "hub_cards")
 """Names under which a file might import this package, which the Hub's machines do not have."""
-
-AUTO_CLASSES = {reference.partition(".")[2]: auto_class for auto_class, reference in AUTO_MAP.items()}
-"""Class of ours -> the Auto class that loads it."""
 
 EARLIER_AUTO_MAP = AUTO_MAP | {
     auto_class: reference.replace("Differential", "Diff")
@@ -40,11 +31,6 @@ INSTALLED = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_name
 """What every machine has that loads a model with transformers."""
 
 _STAMP = re.compile(r"^# From diffllama (?P<version>\S+?)(?:, commit (?P<commit>[^\n]+))?\.\n", re.MULTILINE)
-
-
-def current_name(architecture: object) -> str:
-    """The name of a class of ours, where a folder's `architectures` has it or the one by which it is imported."""
-    return re.sub(r"^DiffLlama", "DifferentialLlama", str(architecture))
 
 
 class HubCodeError(DiffLlamaError):
@@ -172,34 +158,12 @@ def unknown_imports(tree: ast.AST, path: Path) -> list[str]:
     ]
 
 
-@cache
-def commit() -> str | None:
-    """The commit that the package was made of, if it is known: of a clone, or noted when it was built or installed."""
-    try:
-        git = ["git", "-C", str(SOURCE)]
-        tracked = subprocess.run([*git, "ls-files", "."], capture_output=True, text=True, check=True).stdout
-        if tracked.strip():
-            head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
-            changes = subprocess.run([*git, "status", "--porcelain", "."], capture_output=True, text=True, check=True)
-            return head.strip() + (" with changes" if changes.stdout.strip() else "")
-    except (OSError, subprocess.CalledProcessError):
-        pass  # no git, or no clone
-    noted = SOURCE.parent / "_commit.txt"
-    if noted.is_file():
-        return noted.read_text(encoding="utf-8").strip()
-    try:
-        origin = json.loads(distribution("diffllama").read_text("direct_url.json") or "{}")
-    except PackageNotFoundError:
-        return None
-    return origin.get("vcs_info", {}).get("commit_id")
-
-
 def stamped(text: str) -> str:
     """A file's text with a line behind its licence header that says which version and commit it is."""
     lines = text.splitlines(keepends=True)
     header = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
     made = f", commit {commit()}" if commit() else ""
-    return "".join((*lines[:header], f"# From diffllama {__version__}{made}.\n", *lines[header:]))
+    return "".join((*lines[:header], f"# From diffllama {VERSION}{made}.\n", *lines[header:]))
 
 
 def unstamped(text: str) -> tuple[str, str | None]:
@@ -209,25 +173,6 @@ def unstamped(text: str) -> tuple[str, str | None]:
         return text, None
     said = match["version"] + (f", commit {match['commit']}" if match["commit"] else "")
     return text[: match.start()] + text[match.end() :], said
-
-
-@cache
-def licence() -> str:
-    """The text of the licence of our code."""
-    clone = SOURCE.parent / "LICENSE"
-    text = (
-        clone.read_text(encoding="utf-8")
-        if clone.is_file()
-        else distribution("diffllama").read_text("licenses/LICENSE")
-    )
-    if text is None:
-        raise FileNotFoundError("The installed diffllama has no LICENSE. Install it again.")
-    return text
-
-
-def is_code_licence(path: Path) -> bool:
-    """Whether a file is the licence of our code, wherever `write_code` puts it."""
-    return path.name.startswith("LICENSE") and path.read_bytes().decode(errors="replace").split() == licence().split()
 
 
 def code_licence(folder: Path) -> str:
@@ -248,14 +193,14 @@ def differences(code: Mapping[str, str]) -> dict[str, str]:
     ours, different = package_code(), {}
     for name in sorted(code.keys() | ours.keys()):
         if name not in code:
-            different[name] = f"is missing; diffllama {__version__} has it"
+            different[name] = f"is missing; diffllama {VERSION} has it"
             continue
         text, said = unstamped(code[name])
         if name not in ours:
-            different[name] = f"is not in diffllama {__version__}"
+            different[name] = f"is not in diffllama {VERSION}"
         elif text != ours[name]:
             changes = list(difflib.unified_diff(ours[name].splitlines(), text.splitlines(), n=0, lineterm=""))[2:]
             added, removed = (sum(line.startswith(sign) for line in changes) for sign in "+-")
             origin = f"from diffllama {said}" if said else "of unknown version"
-            different[name] = f"is not that of diffllama {__version__} but {origin}: +{added} -{removed} lines"
+            different[name] = f"is not that of diffllama {VERSION} but {origin}: +{added} -{removed} lines"
     return different

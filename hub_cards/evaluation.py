@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from diffllama.hub_cards.texts import is_absolute_path, read_json
+from diffllama.checkpoints.json_files import read_json
+from diffllama.hub_cards.texts import is_absolute_path
 
 
 def result_files(path: Path) -> list[Path]:

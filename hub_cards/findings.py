@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
-from diffllama.errors import DiffLlamaError
+from diffllama.checkpoints.errors import DiffLlamaError
 
 
 RULES = {

@@ -10,20 +10,26 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from diffllama.conversion import check_space, common_dtype, separate_head
-from diffllama.conversion.checkpoints import Checkpoint, fingerprint, open_checkpoint
-from diffllama.conversion.output_folder import check_apart, check_free, new_folder
-from diffllama.conversion.shards import Progress, write_shards
-from diffllama.conversion.transformers_models import TransformersSource, expected_tensors, has_chat_template
-from diffllama.conversion.weight_map import Step, check_tensors, lines
-from diffllama.files import replace_file
+from diffllama.checkpoints.errors import lines
+from diffllama.checkpoints.files import check_space, replace_file
+from diffllama.checkpoints.folders import check_apart, check_free, new_folder
+from diffllama.checkpoints.json_files import as_json, read_json, write_json
+from diffllama.checkpoints.models import (
+    TransformersSource,
+    common_dtype,
+    expected_tensors,
+    has_chat_template,
+    separate_head,
+)
+from diffllama.checkpoints.reading import Checkpoint, check_tensors, fingerprint, open_checkpoint
+from diffllama.checkpoints.writing import Progress, Step, write_shards
 from diffllama.hub_cards.cards import CARD, TASKS, Facts, read_card, settled_card, updated_card, written_by_hand
 from diffllama.hub_cards.checks import check
 from diffllama.hub_cards.code import code_licence, write_code
 from diffllama.hub_cards.evaluation import evaluation_rows
 from diffllama.hub_cards.findings import Finding, FolderError, check_arguments, errors
 from diffllama.hub_cards.inspection import HIDDEN_CODE, architecture_of
-from diffllama.hub_cards.texts import as_json, forget_places, read_json, write_json
+from diffllama.hub_cards.texts import forget_places
 from diffllama.hub_cards.training import training_record
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
 

@@ -15,14 +15,15 @@ from jinja2 import Environment
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
-from diffllama.conversion.checkpoints import NAMES, Checkpoint, SafetensorsFile, nonfinite_tensors, open_checkpoint
-from diffllama.conversion.transformers_models import TOKENIZER_FILES, expected_tensors
-from diffllama.conversion.weight_map import CheckpointError, check_tensors
+from diffllama.checkpoints.errors import CheckpointError
+from diffllama.checkpoints.files import NAMES, TOKENIZER_FILES
+from diffllama.checkpoints.json_files import read_json
+from diffllama.checkpoints.models import current_name, expected_tensors
+from diffllama.checkpoints.reading import Checkpoint, SafetensorsFile, check_tensors, nonfinite_tensors, open_checkpoint
 from diffllama.hub_cards.cards import CARD, TASKS, card_metadata, read_card
 from diffllama.hub_cards.code import (
     EARLIER_AUTO_MAP,
     HubCodeError,
-    current_name,
     differences,
     hub_code,
     is_package_code,
@@ -30,7 +31,7 @@ from diffllama.hub_cards.code import (
 )
 from diffllama.hub_cards.findings import Finding, note
 from diffllama.hub_cards.model_files import check_file, entries, kind_of, sent_files
-from diffllama.hub_cards.texts import has_place, read_json, strings
+from diffllama.hub_cards.texts import has_place, strings
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
 
 

@@ -16,10 +16,11 @@ from typing import Any
 from picklescan.scanner import SafetyLevel, scan_pickle_bytes
 from safetensors import SafetensorError, safe_open
 
-from diffllama.conversion.transformers_models import leads_out
+from diffllama.checkpoints.files import leads_out
+from diffllama.checkpoints.json_files import load_json
 from diffllama.hub_cards.findings import Finding, note
 from diffllama.hub_cards.secrets import SECRET_NAMES, secrets, text_of
-from diffllama.hub_cards.texts import PLACES, has_place, load_json, strings, words
+from diffllama.hub_cards.texts import PLACES, has_place, strings, words
 
 
 KINDS = {

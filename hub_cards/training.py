@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from diffllama.hub_cards.texts import read_json
+from diffllama.checkpoints.json_files import read_json
 
 
 ARGUMENTS = (

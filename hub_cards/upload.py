@@ -21,10 +21,11 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-from diffllama import __version__
-from diffllama.conversion.checkpoints import NAMES
-from diffllama.conversion.transformers_models import COMPANIONS
-from diffllama.conversion.weight_map import lines
+from diffllama.checkpoints.errors import lines
+from diffllama.checkpoints.files import COMPANIONS, NAMES
+from diffllama.checkpoints.json_files import as_json
+from diffllama.checkpoints.models import current_name
+from diffllama.checkpoints.versions import VERSION
 from diffllama.hub_cards.cards import (
     CARD,
     card_metadata,
@@ -35,11 +36,10 @@ from diffllama.hub_cards.cards import (
     updated_card,
 )
 from diffllama.hub_cards.checks import check, check_code
-from diffllama.hub_cards.code import current_name, hub_code
+from diffllama.hub_cards.code import hub_code
 from diffllama.hub_cards.findings import Finding, FolderError, check_arguments, errors
 from diffllama.hub_cards.hub_folder import folder_facts
 from diffllama.hub_cards.model_files import sent_files
-from diffllama.hub_cards.texts import as_json
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
 
 
@@ -132,7 +132,7 @@ def push(
         raise FolderError(lines(f"{folder} is not sent", wrong))
     if get_token() is None:
         raise PermissionError("There is no token for the Hub. Run `hf auth login`, or set HF_TOKEN.")
-    remote = Remote(HfApi(library_name="diffllama", library_version=__version__), repo, revision)
+    remote = Remote(HfApi(library_name="diffllama", library_version=VERSION), repo, revision)
     if private and remote.exists and not remote.private:
         raise ValueError(f"{repo} is public. Make it private in its settings on the Hub, or leave out `private`.")
     model = remote.config()
@@ -176,7 +176,7 @@ def push(
     remote.make(private)
     files_commit = remote.commit(
         [*(CommitOperationAdd(name, file) for name, file in sent.items()), *map(CommitOperationDelete, removed)],
-        f"Upload {'code' if code_only else 'model'} with diffllama {__version__}",
+        f"Upload {'code' if code_only else 'model'} with diffllama {VERSION}",
         create_pr,
     )
     pin, pinned = files_commit.oid, pinned_revision(on_hub)

@@ -28,9 +28,9 @@ from transformers import (
 )
 from transformers.trainer_callback import ExportableState
 
+from diffllama.checkpoints.files import locked
+from diffllama.checkpoints.json_files import read_json, write_json
 from diffllama.configuration import baseline, preset
-from diffllama.files import locked
-from diffllama.hub_cards.texts import read_json, write_json
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 from diffllama.training.nonfinite import StopOnNonFiniteCallback
 from diffllama.training.packing import PackedStream, fingerprint, packed, pin

@@ -10,11 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from diffllama._registration import register_when_needed
-from diffllama.errors import DiffLlamaError
+from diffllama.checkpoints.errors import DiffLlamaError
 
 
 if TYPE_CHECKING:
-    from diffllama.conversion import convert
+    from diffllama.conversion.engine import convert
     from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
     from diffllama.modeling_diff.modeling_diffllama import (
         DiffLlamaForCausalLM,
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-PACKAGE_URL = ""
-"""Where the package can be had. While this is empty, cards and messages link to no place and name no registry, where
-anybody could register its name."""
-
 _MODELS = "diffllama.modeling_diff.modeling_diffllama"
 _HOMES = {
     "DiffLlamaConfig": "diffllama.modeling_diff.configuration_diffllama",
@@ -40,14 +36,14 @@ _HOMES = {
     "DiffLlamaForTokenClassification": _MODELS,
     "DiffLlamaModel": _MODELS,
     "DiffLlamaPreTrainedModel": _MODELS,
-    "convert": "diffllama.conversion",
+    "convert": "diffllama.conversion.engine",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in ("configuration", "conversion", "evaluation", "hub_cards", "modeling_diff", "training"):
+    if name in ("checkpoints", "configuration", "conversion", "evaluation", "hub_cards", "modeling_diff", "training"):
         return importlib.import_module(f"diffllama.{name}")
     raise AttributeError(f"module 'diffllama' has no attribute {name!r}")
 

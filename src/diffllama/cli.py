@@ -20,11 +20,12 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from diffllama import __version__
-from diffllama.choices import TARGETS, DType, Pairing, Source, Variant, check_conversion, shard_size
-from diffllama.errors import DiffLlamaError
+from diffllama.checkpoints.errors import DiffLlamaError
+from diffllama.checkpoints.extras import needs
+from diffllama.checkpoints.files import locate
+from diffllama.checkpoints.options import DType, Variant, shard_size
+from diffllama.conversion.options import TARGETS, Pairing, Source, check_conversion
 from diffllama.evaluation.commands import ProbeGroup
-from diffllama.extras import needs
-from diffllama.files import locate
 from diffllama.hub_cards.findings import check_arguments
 
 
@@ -142,8 +143,8 @@ def convert(
             raise FileNotFoundError(f"{src} does not exist. Name a folder, a file, or a repository of the Hub.")
         from transformers.utils import logging
 
-        from diffllama.conversion import Verification
-        from diffllama.conversion import convert as run  # takes seconds to import
+        from diffllama.conversion.engine import convert as run  # takes seconds to import
+        from diffllama.conversion.verification import Verification
 
         logging.disable_progress_bar()
         with writing("Weights written; comparing" if verify is not False else "Weights written") as show:

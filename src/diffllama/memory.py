@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
-from diffllama.choices import DType
+from diffllama.checkpoints.files import locate
+from diffllama.checkpoints.models import meta_model
+from diffllama.checkpoints.options import DType
 from diffllama.configuration import preset, preset_names
-from diffllama.conversion.transformers_models import meta_model
-from diffllama.files import locate
 
 
 @dataclass(frozen=True)

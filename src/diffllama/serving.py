@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from diffllama.__main__ import leave
-from diffllama.extras import needs
+from diffllama.checkpoints.extras import needs
 
 
 MAX_BODY_SIZE = 8 * 2**20

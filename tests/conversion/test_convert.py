@@ -28,11 +28,15 @@ from transformers import (
 )
 from transformers import DiffLlamaConfig as StockDiffLlama
 
-import diffllama.conversion
+import diffllama
 from diffllama import DiffLlamaForCausalLM, __version__
-from diffllama.conversion import DTYPES, CheckpointError, Verification, VerificationError, transformers_models
+from diffllama.checkpoints import models as source_models
+from diffllama.checkpoints.errors import CheckpointError, VerificationError
+from diffllama.checkpoints.options import DTYPES
+from diffllama.checkpoints.reading import fingerprint, open_checkpoint
+from diffllama.conversion import engine
 from diffllama.conversion import llama as llama_map
-from diffllama.conversion.checkpoints import fingerprint, open_checkpoint
+from diffllama.conversion.verification import Verification
 from diffllama.conversion.weight_map import Rule
 from diffllama.hub_cards.code import unstamped
 from diffllama.modeling_diff import modeling_diffllama
@@ -55,7 +59,7 @@ from support.tiny_models import tiny_model, tokens
 
 EMBEDDING, ONE = "model.embed_tokens.weight", "model.layers.{i}.self_attn."
 CODE = tuple(sorted(file.name for file in Path(modeling_diffllama.__file__).parent.glob("[!_]*.py")))
-convert = partial(diffllama.conversion.convert, source="llama")
+convert = partial(diffllama.convert, source="llama")
 
 
 def logits(model: PreTrainedModel) -> torch.Tensor:
@@ -190,7 +194,7 @@ def test_conversion_json_says_what_was_made_of_what_and_no_path(source: Path, tm
 def test_a_model_that_does_not_fit_into_memory_is_not_verified_unless_asked_for(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diffllama.conversion.free_memory", lambda: 1000)
+    monkeypatch.setattr("diffllama.conversion.engine.free_memory", lambda: 1000)
     for verify in (None, False, True):
         folder = convert(source, tmp_path / f"dest-{verify}", verify=verify)
         verification = json.loads((folder / "conversion.json").read_text())["verification"]
@@ -205,13 +209,13 @@ def test_a_model_that_does_not_fit_into_memory_is_not_verified_unless_asked_for(
 def test_equal_bits_under_eager_attention_only_are_told_as_that(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare = diffllama.conversion.compare
+    compare = engine.compare
 
     def other_kernels(*sides: Any) -> Verification:
         verification = compare(*sides)
         return verification if sides[-1] == "eager" else replace(verification, bit_equal=False, max_difference=0.00125)
 
-    monkeypatch.setattr(diffllama.conversion, "compare", other_kernels)
+    monkeypatch.setattr(engine, "compare", other_kernels)
     folder = convert(source, tmp_path / "dest")
     verification = json.loads((folder / "conversion.json").read_text())["verification"]
     told = {"attn_implementation": "eager", "bit_equal": True, "sdpa_difference": 0.00125, "passed": True}
@@ -310,7 +314,7 @@ def test_a_tokenizer_that_encodes_otherwise_in_the_result_is_found(
         tokenizer = json.loads((folder / "tokenizer.json").read_text())
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer | {"pre_tokenizer": None}))
 
-    monkeypatch.setattr(transformers_models, "copy_companions", copy)
+    monkeypatch.setattr(source_models, "copy_companions", copy)
     with pytest.raises(VerificationError, match=r"tokenizer of .* encodes otherwise"):
         convert(source, tmp_path / "dest")
     assert not (tmp_path / "dest").exists()
@@ -444,7 +448,7 @@ def test_an_unknown_option_is_refused_with_the_known_ones(
 def test_a_gguf_file_without_the_packages_it_needs_says_what_to_install(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transformers_models, f"is_{package}_available", lambda: False)
+    monkeypatch.setattr(source_models, f"is_{package}_available", lambda: False)
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     with pytest.raises(ImportError, match=r"pip install '\.\[gguf\]'"):
         convert(tmp_path / "x.gguf", tmp_path / "dest")
@@ -479,7 +483,12 @@ def test_overwriting_leaves_nothing_of_the_old_folder(source: Path, tmp_path: Pa
 @pytest.mark.parametrize("older", [False, True], ids=["new", "overwrite"])
 @pytest.mark.parametrize(
     "step",
-    ["shards.file_header", "transformers_models.write_code", "compare", "model_card"],
+    [
+        "checkpoints.writing.file_header",
+        "conversion.transformers_models.write_code",
+        "conversion.engine.compare",
+        "conversion.engine.model_card",
+    ],
 )
 def test_a_failure_in_the_middle_changes_nothing(
     step: str, older: bool, error: BaseException, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -493,7 +502,7 @@ def test_a_failure_in_the_middle_changes_nothing(
         (tmp_path / "dest").mkdir()
         (tmp_path / "dest" / "config.json").write_text("an older model")
     before = snapshot(tmp_path)
-    monkeypatch.setattr(f"diffllama.conversion.{step}", fail)
+    monkeypatch.setattr(f"diffllama.{step}", fail)
     with pytest.raises(type(error)):
         convert(source, tmp_path / "dest", overwrite=older)
     assert snapshot(tmp_path) == before
@@ -505,7 +514,7 @@ def test_no_weights_are_read_before_it_is_refused(
 ) -> None:
     source, dest = prepared(REFUSALS[refused], tmp_path)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda **_: pytest.fail("weights were read"))
-    monkeypatch.setattr(transformers_models, "open_checkpoint", lambda _: pytest.fail("weights were opened"))
+    monkeypatch.setattr(source_models, "open_checkpoint", lambda _: pytest.fail("weights were opened"))
     with pytest.raises(REFUSALS[refused].error, match=REFUSALS[refused].message):
         convert(source, dest)
 
@@ -603,14 +612,14 @@ def test_a_size_that_is_none_is_refused(size: int | str, source: Path, tmp_path:
 SLOW = """
 import signal, sys, time
 from diffllama.cli import main
-from diffllama.conversion import shards
+from diffllama.checkpoints import writing
 
-def write(*args, write=shards.write_tensor):
+def write(*args, write=writing.write_tensor):
     digest = write(*args)
     print("writing", flush=True)
     time.sleep(60)
 
-shards.write_tensor = write
+writing.write_tensor = write
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started with it ignored
 sys.argv = ["diffllama", "convert", "src", "dest", "--from", "llama"]
 main()
@@ -658,7 +667,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(
     source: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diffllama.conversion.new_folder", lambda *_: pytest.fail("a folder was made"))
+    monkeypatch.setattr("diffllama.conversion.engine.new_folder", lambda *_: pytest.fail("a folder was made"))
     with pytest.raises(OSError, match=r"disk has 0\.000262 GB left and the result needs 0\.00138 GB"):
         convert(source, small_disk / "dest")
     assert snapshot(small_disk) == {}
@@ -705,7 +714,7 @@ def test_room_is_looked_up_where_the_result_will_be(
 def test_a_disk_that_fills_up_while_writing_leaves_no_result(
     source: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diffllama.conversion.check_space", lambda *_: None)  # another program was faster
+    monkeypatch.setattr("diffllama.conversion.engine.check_space", lambda *_: None)  # another program was faster
     with pytest.raises(OSError, match="No space left on device") as error:
         convert(source, small_disk / "dest")
     assert error.value.errno == errno.ENOSPC

@@ -25,7 +25,8 @@ from transformers import (
     SmolLM3Config,
 )
 
-from diffllama.conversion import CheckpointError, convert
+from diffllama.checkpoints.errors import CheckpointError
+from diffllama.conversion.engine import convert
 from support.llama_checkpoints import CHAT_TEMPLATE, SIZES, save_model
 from support.tiny_models import tokens
 

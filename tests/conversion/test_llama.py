@@ -19,10 +19,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-import diffllama.conversion
+import diffllama
 from diffllama import DiffLlamaForCausalLM
+from diffllama.checkpoints.models import expected_tensors
 from diffllama.conversion.llama import WEIGHT_MAPS, convert_config, new_weights
-from diffllama.conversion.transformers_models import expected_tensors
 from diffllama.conversion.weight_map import find_rules, plan
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
 from support import subprocess_runner
@@ -58,7 +58,7 @@ DTYPES = ("float32", "bfloat16")
 ONE = "model.layers.0.self_attn."
 INVERSE_FREQUENCIES = {f"{ONE}rotary_emb.inv_freq", "model.rotary_emb.inv_freq"}
 CASES = (*LLAMAS, *RELATIVES)
-convert = partial(diffllama.conversion.convert, source="llama")
+convert = partial(diffllama.convert, source="llama")
 
 
 def logits(model: PreTrainedModel) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from diffllama import DiffLlamaForCausalLM
-from diffllama.conversion import convert
+from diffllama.conversion.engine import convert
 
 
 if importlib.util.find_spec("gguf") is None:

@@ -13,6 +13,7 @@ from transformers import DiffLlamaConfig as TransformersDiffLlamaConfig
 
 import diffllama
 from diffllama import convert
+from diffllama.checkpoints.models import expected_tensors
 from diffllama.conversion.transformers_diffllama import (
     FROM_TRANSFORMERS,
     TO_TRANSFORMERS,
@@ -21,7 +22,6 @@ from diffllama.conversion.transformers_diffllama import (
     convert_config_back,
     weight_map_back,
 )
-from diffllama.conversion.transformers_models import expected_tensors
 from diffllama.conversion.weight_map import plan
 from support.llama_checkpoints import SIZES, add_tokenizer, save_model, snapshot
 from support.tiny_models import tiny_config, tokens

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from diffllama import DiffLlamaConfig, DiffLlamaForCausalLM, convert
-from diffllama.conversion import CheckpointError, unilm_reference
-from diffllama.conversion.transformers_models import expected_tensors
+from diffllama.checkpoints.errors import CheckpointError
+from diffllama.checkpoints.models import expected_tensors
+from diffllama.conversion import unilm_reference
 from diffllama.conversion.unilm import FROM_UNILM, TO_UNILM, convert_config
 from diffllama.conversion.weight_map import plan
 from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention, DiffLlamaRotaryEmbedding

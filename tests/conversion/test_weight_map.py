@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from diffllama import DiffLlamaConfig
-from diffllama.conversion.weight_map import CheckpointError, Rule, WeightMap, check_tensors, lines, plan
+from diffllama.checkpoints.errors import CheckpointError, lines
+from diffllama.checkpoints.reading import check_tensors
+from diffllama.conversion.weight_map import Rule, WeightMap, plan
 from support.tiny_models import tiny_config
 
 

@@ -15,7 +15,7 @@ if __name__ == "__main__":
 from demo import smollm2_gguf
 from peft import LoraConfig, get_peft_model
 
-from diffllama.conversion import convert
+from diffllama.conversion.engine import convert
 from diffllama.memory import memory, read_config
 from support.tiny_models import tiny_model, tiny_tokenizer
 

@@ -17,7 +17,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from diffllama.cli import main
-from diffllama.conversion import convert
+from diffllama.conversion.engine import convert
 from diffllama.evaluation.data import SAMPLES, find
 from diffllama.evaluation.harness import accuracy, accuracy_per_character, multiple_choice, needles
 from diffllama.evaluation.harness_command import TASKS

@@ -14,6 +14,7 @@ import torch
 import typer
 
 import diffllama
+from diffllama.checkpoints import versions
 from diffllama.evaluation import runs
 from diffllama.evaluation.data import Source
 from diffllama.evaluation.models import Subject, digest
@@ -265,7 +266,7 @@ class TestRun:
 
         (tmp_path / "data").write_text("1")
         run(Squares(), [named("a")], output=tmp_path / "out", data=tmp_path / "data")
-        monkeypatch.setattr(runs, "commit", lambda: "another")
+        monkeypatch.setattr(versions, "commit", lambda: "another")
         monkeypatch.setattr(Squares, "measure", lambda *arguments: pytest.fail("measured again"))
         (tmp_path / "data").rename(tmp_path / "moved")
         report = run(Squares(), [named("b")], output=tmp_path / "out", data=tmp_path / "moved")

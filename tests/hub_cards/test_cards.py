@@ -10,7 +10,6 @@ import transformers
 import yaml
 from huggingface_hub import ModelCard
 
-import diffllama
 from diffllama.hub_cards import cards
 from diffllama.hub_cards.cards import (
     TASKS,
@@ -280,7 +279,7 @@ class TestCommands:
 
 class TestPackage:
     def test_no_registry_is_named_while_the_package_has_no_public_place(self, kind: str) -> None:
-        assert diffllama.PACKAGE_URL == ""
+        assert cards.PACKAGE_URL == ""
         text = str(model_card(KINDS[kind], "model", METADATA.get(kind)))
         assert "diffllama" in text
         assert not re.search(r"pypi|pip install|\]\(https://[^)]*diffllama", text)

@@ -1,5 +1,3 @@
-import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -106,49 +104,6 @@ class TestStamp:
 
     def test_text_without_it_stays(self) -> None:
         assert unstamped(f"{HEADER}x = 1\n") == (f"{HEADER}x = 1\n", None)
-
-
-class TestCommit:
-    @pytest.fixture(autouse=True)
-    def package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        (tmp_path / "modeling_diff").mkdir()
-        (tmp_path / "modeling_diff" / "a.py").touch()
-        monkeypatch.setattr(code, "SOURCE", tmp_path / "modeling_diff")
-        monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-        code.commit.cache_clear()
-        yield tmp_path
-        code.commit.cache_clear()
-
-    def git(self, package: Path, *arguments: str) -> str:
-        name = ("-c", "user.name=t", "-c", "user.email=t@example.org")
-        return subprocess.run(
-            ["git", "-C", package, *name, *arguments], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    def test_a_clone_asks_git_and_says_whether_the_code_was_changed(self, package: Path) -> None:
-        self.git(package, "init", "-q")
-        self.git(package, "add", ".")
-        self.git(package, "commit", "-qm", "a")
-        head = self.git(package, "rev-parse", "HEAD")
-        assert code.commit() == head
-        (package / "modeling_diff" / "a.py").write_text("x = 1\n")
-        code.commit.cache_clear()
-        assert code.commit() == f"{head} with changes"
-
-    def test_a_package_that_lies_in_somebody_elses_clone_does_not_take_its_commit(self, package: Path) -> None:
-        self.git(package, "init", "-q")
-        self.git(package, "commit", "-qm", "empty", "--allow-empty")
-        (package / "_commit.txt").write_text("built of this\n")
-        assert code.commit() == "built of this"
-
-    def test_an_installation_from_a_repository_knows_its_commit(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Distribution:
-            def read_text(self, name: str) -> str:
-                assert name == "direct_url.json"
-                return json.dumps({"url": "https://example.org", "vcs_info": {"vcs": "git", "commit_id": "0123"}})
-
-        monkeypatch.setattr(code, "distribution", lambda name: Distribution())
-        assert code.commit() == "0123"
 
 
 class TestFolder:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
 
 from diffllama import DiffLlamaForSequenceClassification, convert
-from diffllama.conversion import CheckpointError
+from diffllama.checkpoints.errors import CheckpointError
 from diffllama.hub_cards import check, export, write_card
 from diffllama.hub_cards.code import hub_code, unstamped
 from diffllama.hub_cards.findings import Finding, FolderError, errors

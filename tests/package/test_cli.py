@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 import diffllama
 from diffllama import DiffLlamaForCausalLM, __main__
+from diffllama.checkpoints.errors import CheckpointError
 from diffllama.cli import app, main
-from diffllama.conversion.weight_map import CheckpointError
 from diffllama.hub_cards.findings import Finding
 from diffllama.hub_cards.upload import Arrival, Shipment
 from support.llama_checkpoints import REFUSALS, Refusal, llama, prepared, snapshot
@@ -136,7 +136,7 @@ def test_an_interruption_ends_with_status_130_and_changes_nothing(
         raise KeyboardInterrupt
 
     before = snapshot(tmp_path)
-    monkeypatch.setattr("diffllama.conversion.model_card", interrupt)
+    monkeypatch.setattr("diffllama.conversion.engine.model_card", interrupt)
     status, _ = call(capsys, "convert", source, tmp_path / "dest", "--from", "llama")
     assert status == 130
     assert snapshot(tmp_path) == before
@@ -265,7 +265,7 @@ def test_every_option_reaches_the_conversion(
         (tmp_path / "conversion.json").write_text('{"verification": {"skipped": "a test"}}')
         return tmp_path
 
-    monkeypatch.setattr("diffllama.conversion.convert", convert)
+    monkeypatch.setattr("diffllama.conversion.engine.convert", convert)
     monkeypatch.setattr("diffllama.cli.locate", lambda src, revision, patterns: tmp_path)
     options = (
         "--from unilm-v1 --pairing plain --revision main --dtype float16 --verify --overwrite --max-shard-size 1GB"

@@ -213,7 +213,7 @@ facts["trusted"] = {{
 
 
 def test_names_of_the_package_are_the_classes_themselves() -> None:
-    from diffllama.conversion import convert
+    from diffllama.conversion.engine import convert
     from diffllama.modeling_diff import configuration_diffllama, modeling_diffllama
 
     assert diffllama.DiffLlamaConfig is configuration_diffllama.DiffLlamaConfig

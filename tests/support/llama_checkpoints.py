@@ -22,7 +22,7 @@ from transformers import (
     SmolLM3Config,
 )
 
-from diffllama.conversion import CheckpointError
+from diffllama.checkpoints.errors import CheckpointError
 from support.tiny_models import tiny_tokenizer
 
 

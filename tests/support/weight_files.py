@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from diffllama.conversion.checkpoints import Checkpoint, TensorsInMemory, open_checkpoint
-from diffllama.conversion.weight_map import CheckpointError, Step
+from diffllama.checkpoints.errors import CheckpointError
+from diffllama.checkpoints.reading import Checkpoint, TensorsInMemory, open_checkpoint
+from diffllama.checkpoints.writing import Step
 
 
 SINGLE = "model.safetensors"

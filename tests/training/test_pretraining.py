@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 from typer.testing import CliRunner
 
 from diffllama import DiffLlamaForCausalLM
+from diffllama.checkpoints.files import locked
 from diffllama.cli import app
-from diffllama.files import locked
 from diffllama.training import last_checkpoint, packed, pretrain
 from diffllama.training.pretraining import make_record, read_settings, resolve_source, training_arguments
 from support import subprocess_runner

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from diffllama.conversion.checkpoints import open_checkpoint
-from diffllama.conversion.shards import write_shards
-from diffllama.conversion.tensor_bytes import DTYPES
-from diffllama.conversion.weight_map import CheckpointError
+from diffllama.checkpoints.errors import CheckpointError
+from diffllama.checkpoints.reading import open_checkpoint
+from diffllama.checkpoints.tensor_bytes import DTYPES
+from diffllama.checkpoints.writing import write_shards
 from support.weight_files import (
     SINGLE,
     A,

@@ -4,20 +4,38 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from diffllama.choices import shard_size
-from diffllama.conversion.checkpoints import Checkpoint, combine, nonfinite_tensors
-from diffllama.conversion.tensor_bytes import digest, file_header, pieces, write_bytes
-from diffllama.conversion.weight_map import CheckpointError, Step, lines
+from diffllama.checkpoints.errors import CheckpointError, lines
+from diffllama.checkpoints.options import shard_size
+from diffllama.checkpoints.reading import Checkpoint, combine, nonfinite_tensors
+from diffllama.checkpoints.tensor_bytes import digest, file_header, pieces, write_bytes
 
 
 Progress = Callable[[int, int], None]
 """Is called with the number of bytes written and their total."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """How one tensor of the result is made.
+
+    Attributes:
+        inputs: names of the source's tensors that it needs; empty for a new tensor.
+        make: the tensor from `inputs`.
+        result: its shape and dtype, on the meta device.
+        copied: whether it is its only input as it is.
+    """
+
+    inputs: tuple[str, ...]
+    make: Callable[..., torch.Tensor]
+    result: torch.Tensor
+    copied: bool = False
 
 
 def write_shards(

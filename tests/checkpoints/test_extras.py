@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffllama.extras import needs
+from diffllama.checkpoints.extras import needs
 
 
 def test_a_missing_package_is_named_with_what_to_install() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from diffllama.conversion.transformers_models import COMPANIONS
+from diffllama.checkpoints.files import COMPANIONS
 
 
 LOCK = "diffllama.lock"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diffllama.files import locate, locked, replace_file
+from diffllama.checkpoints.files import locate, locked, replace_file
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@
 import glob
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +13,33 @@ from pathlib import Path
 import huggingface_hub  # what is used of it is imported when it is used, which takes a second
 import psutil
 from filelock import FileLock, Timeout
+
+
+NAMES = ("model.safetensors", "pytorch_model.bin")
+"""What transformers calls a folder's weights, or with `.index.json` behind it, the index of their shards."""
+
+COMPANIONS = (
+    "tokenizer*.json",
+    "tokenizer.model*",
+    "*.tiktoken",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "tekken.json",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "generation_config.json",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+)
+"""Files beside the weights that belong to a tokenizer, a chat template, generation or the model's licence; they are
+copied as they are."""
+
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def locate(src: str | os.PathLike[str], revision: str | None, patterns: Iterable[str]) -> Path:
@@ -46,6 +74,13 @@ def locate(src: str | os.PathLike[str], revision: str | None, patterns: Iterable
         raise FileNotFoundError(
             f"{path} does not exist, and no repository {name} can be had from the Hub: {type(error).__name__}: {error}"
         ) from error
+
+
+def leads_out(file: Path, folder: Path) -> bool:
+    """Whether a file of a folder is a link to outside of it. In the Hub's cache, files are links to its blobs."""
+    folder, target = (Path(os.path.realpath(path)) for path in (folder, file))  # `resolve` fails at a loop of links
+    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    return not (target.is_relative_to(folder) or target.is_relative_to(blobs))
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -93,3 +128,11 @@ def locked(folder: Path, instead: str) -> Iterator[None]:
         lock.release()
         with suppress(OSError):  # where something was written
             folder.rmdir()
+
+
+def check_space(nbytes: int, dest: Path) -> None:
+    """Raises `OSError` if the disk of `dest` has no room for `nbytes` and a little more."""
+    place = next(parent for parent in Path(os.path.realpath(dest)).parents if parent.exists())
+    needed, free = nbytes + (1 << 20), shutil.disk_usage(place).free
+    if needed > free:
+        raise OSError(f"{place} has {free / 1e9:.3g} GB left and the result needs {needed / 1e9:.3g} GB. Make room.")

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from diffllama.conversion.checkpoints import (
+from diffllama.checkpoints.errors import CheckpointError
+from diffllama.checkpoints.reading import (
     Checkpoint,
     SafetensorsFile,
     TensorsInMemory,
@@ -19,9 +20,8 @@ from diffllama.conversion.checkpoints import (
     nonfinite_tensors,
     open_checkpoint,
 )
-from diffllama.conversion.shards import write_shards
-from diffllama.conversion.tensor_bytes import DTYPES, PIECE, is_finite
-from diffllama.conversion.weight_map import CheckpointError
+from diffllama.checkpoints.tensor_bytes import DTYPES, PIECE, is_finite
+from diffllama.checkpoints.writing import write_shards
 from support.llama_checkpoints import snapshot
 from support.weight_files import (
     FORMATS,

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from diffllama.conversion.checkpoints import SafetensorsFile, open_checkpoint
-from diffllama.conversion.shards import write_shards
-from diffllama.conversion.tensor_bytes import DTYPES, PIECE, digest, pieces
+from diffllama.checkpoints.reading import SafetensorsFile, open_checkpoint
+from diffllama.checkpoints.tensor_bytes import DTYPES, PIECE, digest, pieces
+from diffllama.checkpoints.writing import write_shards
 from support.weight_files import SINGLE, all_same, as_they_are, in_memory, randoms
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diffllama.conversion.output_folder import check_free, new_folder, remove_leftovers
+from diffllama.checkpoints.folders import check_free, new_folder, remove_leftovers
 from support.llama_checkpoints import snapshot
 
 
@@ -352,7 +352,7 @@ def test_a_file_system_without_locks_is_written_to_and_never_tidied(
     def refuse(self: Any, *_: Any, **__: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("diffllama.conversion.output_folder.FileLock.acquire", refuse)
+    monkeypatch.setattr("diffllama.checkpoints.folders.FileLock.acquire", refuse)
     with new_folder(dest, overwrite=True) as folder:
         (folder / "config.json").write_text("new")
     assert snapshot(dest.parent) == before | {"dest/config.json": b"new"}

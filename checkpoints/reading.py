@@ -11,15 +11,14 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from diffllama.conversion.pickles import read_pickle
-from diffllama.conversion.tensor_bytes import DTYPES, PIECE, data, digest, is_finite, pieces
-from diffllama.conversion.weight_map import CheckpointError, lines
+from diffllama.checkpoints.errors import CheckpointError, lines
+from diffllama.checkpoints.files import NAMES
+from diffllama.checkpoints.pickles import read_pickle
+from diffllama.checkpoints.tensor_bytes import DTYPES, PIECE, data, digest, is_finite, pieces
 
 
 PICKLES = (".bin", ".pt", ".pth")
 SUFFIXES = (".safetensors", *PICKLES)
-NAMES = ("model.safetensors", "pytorch_model.bin")
-"""What transformers calls a folder's weights, or with `.index.json` behind it, the index of their shards."""
 
 
 class TensorFile(Protocol):
@@ -232,3 +231,20 @@ def sha256(file: TensorFile) -> str:
             while block := opened.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def check_tensors(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], where: str) -> None:
+    """Checks names and shapes.
+
+    Raises:
+        CheckpointError: lists every missing, extra and misshapen tensor with its shapes.
+    """
+    faults = [f"missing: {name} {list(expected[name].shape)}" for name in expected if name not in found]
+    faults += [f"extra: {name} {list(found[name].shape)}" for name in found if name not in expected]
+    faults += [
+        f"misshapen: {name} {list(found[name].shape)}, must be {list(expected[name].shape)}"
+        for name in expected
+        if name in found and found[name].shape != expected[name].shape
+    ]
+    if faults:
+        raise CheckpointError(lines(f"{where} does not have the tensors that its configuration asks for", faults))

@@ -3,8 +3,7 @@
 import pytest
 
 import diffllama
-from diffllama.conversion.verification import VerificationError
-from diffllama.conversion.weight_map import CheckpointError
+from diffllama.checkpoints.errors import CheckpointError, VerificationError
 from diffllama.hub_cards.code import HubCodeError
 from diffllama.hub_cards.findings import FolderError
 

@@ -1,9 +1,10 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What options can be, here so that the command line need not import torch to know."""
+"""Which conversions can be named, here so that the command line need not import torch to know."""
 
-import re
 from typing import Literal, get_args
+
+from diffllama.checkpoints.options import VARIANTS
 
 
 Source = Literal["llama", "transformers", "unilm-v1", "unilm-v2"]
@@ -12,11 +13,9 @@ Source = Literal["llama", "transformers", "unilm-v1", "unilm-v2"]
 Target = Literal["transformers", "unilm-v1", "unilm-v2"]
 """What ours can become: `transformers` and `unilm-v1` if it is V1, `unilm-v2` if it is V2."""
 
-Variant = Literal["v1", "v2"]
 Pairing = Literal["flash", "plain"]
-DType = Literal["auto", "float32", "bfloat16", "float16"]
 
-SOURCES, TARGETS, VARIANTS, PAIRINGS, DTYPES = map(get_args, (Source, Target, Variant, Pairing, DType))
+SOURCES, TARGETS, PAIRINGS = map(get_args, (Source, Target, Pairing))
 
 
 def check_conversion(source: str | None, target: str | None, variant: str | None, pairing: str | None) -> None:
@@ -39,11 +38,3 @@ def check_conversion(source: str | None, target: str | None, variant: str | None
                 f"`{option}` is one of {', '.join(known)} and goes with source={owner!r}, got {value!r} with "
                 f"{source or target!r}."
             )
-
-
-def shard_size(max_shard_size: int | str) -> int | str:
-    """A number of bytes, or a text like "5GB". Raises `ValueError` if it is neither."""
-    size = re.fullmatch(r"(\d+)([KMGT]B)?", str(max_shard_size))
-    if size is None or int(size[1]) == 0:
-        raise ValueError(f"`max_shard_size` must be a number of bytes or a text like '5GB', got {max_shard_size!r}.")
-    return size[0] if size[2] else int(size[1])

@@ -14,16 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from diffllama.conversion.checkpoints import (
-    Checkpoint,
-    SafetensorsFile,
-    TensorsInMemory,
-    fingerprint,
-    open_checkpoint,
-)
-from diffllama.conversion.shards import write_shards
-from diffllama.conversion.tensor_bytes import DTYPES
-from diffllama.conversion.weight_map import CheckpointError, Rule, Step, plan
+from diffllama.checkpoints.errors import CheckpointError
+from diffllama.checkpoints.reading import Checkpoint, SafetensorsFile, TensorsInMemory, fingerprint, open_checkpoint
+from diffllama.checkpoints.tensor_bytes import DTYPES
+from diffllama.checkpoints.writing import Step, write_shards
+from diffllama.conversion.weight_map import Rule, plan
 from support.llama_checkpoints import llama
 from support.tiny_models import tiny_config
 from support.weight_files import (

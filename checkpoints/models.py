@@ -1,0 +1,342 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that transformers loads, as sources and as results of a conversion: stock models and our own."""
+
+import copy
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
+
+from diffllama.checkpoints.errors import CheckpointError, VerificationError, lines
+from diffllama.checkpoints.files import COMPANIONS, NAMES, TOKENIZER_FILES, leads_out
+from diffllama.checkpoints.json_files import read_json, write_json
+from diffllama.checkpoints.reading import Checkpoint, TensorsInMemory, open_checkpoint
+from diffllama.checkpoints.versions import is_code_licence
+from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
+
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+
+AUTO_CLASSES = {reference.partition(".")[2]: auto_class for auto_class, reference in AUTO_MAP.items()}
+"""Class of ours -> the Auto class that loads it."""
+
+LIMITS = {"num_hidden_layers": 10_000, "num_labels": 1_000_000} | dict.fromkeys(
+    (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+        "max_position_embeddings",
+    ),
+    1 << 30,
+)
+"""The largest sizes of a configuration: no model has larger ones, and transformers would make lists of their length."""
+
+SAMPLE_TEXT = "  Differential attention cancels noise, 4173 times: naïve façade, 北京 🙂\n\tdef f(x): return x  # ok"
+
+
+def current_name(architecture: object) -> str:
+    """The name of a class of ours, where a folder's `architectures` has it or the one by which it is imported."""
+    return re.sub(r"^DiffLlama", "DifferentialLlama", str(architecture))
+
+
+def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a configuration, without values: a language model, or, of ours, what `architectures` names."""
+    model_class = AutoModelForCausalLM
+    if config.model_type == DiffLlamaConfig.model_type and config.architectures:
+        auto_class = AUTO_CLASSES.get(current_name(config.architectures[0]), "AutoModelForCausalLM")
+        model_class = getattr(transformers, auto_class)
+    with torch.device("meta"):  # whatever attention the configuration asks for might have to be fetched
+        return model_class.from_config(copy.deepcopy(config), attn_implementation="eager")
+
+
+def expected_tensors(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
+    """Names and shapes of the tensors that a checkpoint with this configuration has, on the meta device."""
+    tensors = meta_model(config).state_dict()
+    if config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)  # the same tensor as the embedding
+    return tensors
+
+
+def copy_companions(src: Path, folder: Path) -> None:
+    """Copies the files of a folder `src` that `COMPANIONS` names, but for the licence of our code.
+
+    Raises:
+        ValueError: one of them is a link out of the folder, or is called .json and is no JSON object.
+    """
+    for pattern in COMPANIONS:
+        for file in src.glob(pattern):
+            if leads_out(file, src):
+                raise ValueError(f"{file} is a link out of its folder, to {os.path.realpath(file)}. Put a file there.")
+            if file.is_file() and not is_code_licence(file):
+                if file.suffix == ".json":
+                    read_json(file)
+                (folder / file.relative_to(src).parent).mkdir(exist_ok=True)
+                shutil.copyfile(file, folder / file.relative_to(src))
+
+
+def separate_head(checkpoint: Checkpoint, *configs: PreTrainedConfig) -> None:
+    """Makes tied embeddings and the checkpoint agree: an output layer beside them is dropped if it is the same, and
+    unties them if it is another."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if not configs[0].tie_word_embeddings or not {head, embedding} <= checkpoint.tensors.keys():
+        return
+    if torch.equal(checkpoint.read(head), checkpoint.read(embedding)):
+        checkpoint.drop(head)
+    else:
+        for config in configs:
+            config.tie_word_embeddings = False
+
+
+def common_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype of most tensors."""
+    return Counter(tensor.dtype for tensor in checkpoint.tensors.values()).most_common(1)[0][0]
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether a folder's tokenizer knows how to write a chat."""
+    files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    settings = folder / "tokenizer_config.json"
+    return any((folder / name).exists() for name in files) or bool(
+        settings.is_file() and read_json(settings).get("chat_template")
+    )
+
+
+def gguf_text(reader: "GGUFReader", key: str) -> str | None:
+    """A text in the metadata of a GGUF file."""
+    field = reader.fields.get(key)
+    return bytes(field.parts[field.data[0]]).decode() if field else None
+
+
+def gguf_number(reader: "GGUFReader", key: str) -> int | None:
+    """A whole number of the model in the metadata of a GGUF file."""
+    field = reader.fields.get(f"{gguf_text(reader, 'general.architecture')}.{key}")
+    return int(field.parts[field.data[0]][0]) if field else None
+
+
+def complete_gguf_config(config: PreTrainedConfig, reader: "GGUFReader", src: Path) -> None:
+    """Adds to the configuration that transformers reads from a GGUF file what it leaves out.
+
+    Raises:
+        CheckpointError: it would leave out more, which cannot be added. All of it is listed.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    check_layers(config.num_hidden_layers, len(reader.tensors))
+    arch = gguf_text(reader, "general.architecture")
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if (key_width := gguf_number(reader, "attention.key_length") or width) != width:
+        config.head_dim = width = key_width
+
+    faults = []
+    if window := gguf_number(reader, "attention.sliding_window"):  # 0: none
+        if config.model_type == "phi3":
+            config.sliding_window = window
+        else:
+            faults.append(f"{arch}.attention.sliding_window {window}")
+    if (scaling := gguf_text(reader, f"{arch}.rope.scaling.type")) not in (None, "none"):
+        faults.append(f"{arch}.rope.scaling.type {scaling!r}")
+    if (rotated := gguf_number(reader, "rope.dimension_count") or width) != width:
+        faults.append(f"{arch}.rope.dimension_count {rotated} of {width}")
+    archs = {name: member for member, name in MODEL_ARCH_NAMES.items()}
+    names = get_tensor_name_map(archs[arch], config.num_hidden_layers)
+    known = {names.get_name(name, (".weight", ".bias")) for name in meta_model(config).state_dict()}
+    faults += [f"tensor {tensor.name}" for tensor in reader.tensors if tensor.name not in known]
+    if faults:
+        what = f"transformers does not read these parts of {src}; convert the original weights instead"
+        raise CheckpointError(lines(what, faults))
+
+
+def check_sizes(fields: Mapping[str, Any], file: Path) -> None:
+    """Raises `ValueError` for a size that is no whole number, or larger than any model's."""
+    for field, limit in LIMITS.items():
+        value = fields.get(field)
+        if value is not None and not (type(value) is int and 0 < value <= limit):
+            raise ValueError(f"`{field}` in {file} must be a whole number from 1 to {limit:,}, got {repr(value)[:40]}.")
+
+
+def check_layers(layers: int, tensors: int) -> None:
+    """Raises `CheckpointError` if there are more layers than tensors, before a model of that many layers is made."""
+    if layers > tensors:
+        raise CheckpointError(f"`num_hidden_layers` is {layers:,}, and the number of tensors only {tensors:,}.")
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raises `ValueError` for a folder with an adapter, for which peft would load its base model and run its code."""
+    if os.path.lexists(folder / "adapter_config.json"):
+        what = "an adapter beside its model" if (folder / "config.json").is_file() else "an adapter and no model"
+        raise ValueError(
+            f"{folder} has {what} (adapter_config.json). Load it with peft, call merge_and_unload() and save what that "
+            "returns."
+        )
+
+
+class TransformersSource:
+    """A folder with a checkpoint of a model of transformers, or a GGUF file of one.
+
+    Args:
+        src: the folder or file.
+        model_types: the model types that are accepted.
+
+    Raises:
+        FileNotFoundError: there is no such folder or file, or no config.json in the folder.
+        ValueError: `src` is another kind of file, or there is an adapter in the folder.
+        ImportError: it is a GGUF file and the packages of the extra `gguf` are not installed.
+    """
+
+    def __init__(self, src: Path, model_types: Sequence[str]) -> None:
+        if not src.exists():
+            raise FileNotFoundError(f"{src} does not exist. Name a folder with config.json and weights or a GGUF file.")
+        refuse_adapter(src if src.is_dir() else src.parent)
+        if src.is_dir() and not (src / "config.json").is_file():
+            raise FileNotFoundError(f"{src} has no config.json, so it is not a Transformers checkpoint.")
+        if not src.is_dir() and not (src.is_file() and src.suffix.lower() == ".gguf"):
+            raise ValueError(f"{src} is neither a folder nor a .gguf file.")
+        if src.is_file() and not (is_gguf_available() and is_accelerate_available()):
+            raise ImportError(
+                "Reading a GGUF file needs gguf and accelerate. In a clone of diffllama: pip install '.[gguf]'"
+            )
+        self.src = src
+        self.model_types = model_types
+        # `trust_remote_code=False`: code that lies in the folder is never run
+        location = {"pretrained_model_name_or_path": src, "trust_remote_code": False}
+        file = {"pretrained_model_name_or_path": src.parent, "gguf_file": src.name}
+        self.location = location if src.is_dir() else location | file
+
+    @cached_property
+    def config(self) -> PreTrainedConfig:
+        """The source's configuration.
+
+        Raises:
+            ValueError: config.json is no JSON, has absurd sizes or names other weights; or the model is of another type
+                or quantized.
+            CheckpointError: it is a GGUF file with something in it that transformers does not read.
+        """
+        file = self.src / "config.json" if self.src.is_dir() else self.src
+        if self.src.is_dir():
+            fields = read_json(file)
+            if "transformers_weights" in fields:
+                raise ValueError(
+                    f"`transformers_weights` in {file} makes transformers load other weights than the folder's, got "
+                    f"{fields['transformers_weights']!r}. Remove it, and call the file of the right weights {NAMES[0]}."
+                )
+            check_sizes(fields, file)
+        else:
+            check_sizes({"num_hidden_layers": gguf_number(self.gguf_reader, "block_count")}, file)
+        try:
+            config = AutoConfig.from_pretrained(**self.location)
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            raise ValueError(f"{file} is no configuration: {type(error).__name__}: {error}") from error
+        config._attn_implementation = "eager"  # its own might have to be fetched, and is not the result's
+        if config.model_type not in self.model_types:
+            known = ", ".join(map(repr, self.model_types))
+            raise ValueError(f"`model_type` of the source must be one of {known}, got {config.model_type!r}.")
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError("The source is quantized (`quantization_config`): convert the original weights instead.")
+        if self.src.is_file():
+            complete_gguf_config(config, self.gguf_reader, self.src)
+        return config
+
+    @cached_property
+    def gguf_reader(self) -> "GGUFReader":
+        """Metadata and tensors of a GGUF file."""
+        from gguf import GGUFReader
+
+        return GGUFReader(self.src)
+
+    @cached_property
+    def gguf_model(self) -> PreTrainedModel:
+        """The model that transformers makes of a GGUF file, its weights expanded to float32."""
+        model, report = AutoModelForCausalLM.from_pretrained(
+            **self.location, config=self.config, output_loading_info=True
+        )
+        if faults := [f"{kind}: {name}" for kind, names in report.items() for name in sorted(map(str, names))]:
+            raise CheckpointError(lines(f"{self.src} and its configuration do not match", faults))
+        return model.eval()
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The source's tensors; those of a folder are read one by one, a GGUF file's are all in memory."""
+        if self.src.is_dir():
+            return open_checkpoint(self.src)
+        tensors = self.gguf_model.state_dict()
+        if self.gguf_model.lm_head.weight is self.gguf_model.model.embed_tokens.weight:
+            del tensors["lm_head.weight"]
+        return Checkpoint.of_file(TensorsInMemory(tensors, self.src))
+
+    def expected(self) -> dict[str, torch.Tensor]:
+        """Names and shapes that the tensors must have. Raises `CheckpointError` if there are too few for the layers."""
+        check_layers(self.config.num_hidden_layers, len(self.checkpoint.tensors))
+        return expected_tensors(self.config)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The source's tokenizer, or `None`. Raises `ValueError` if it does not load."""
+        if self.src.is_file():
+            has_one = gguf_text(self.gguf_reader, "tokenizer.ggml.model") not in (None, "none")
+        else:
+            has_one = any((self.src / name).is_file() for name in TOKENIZER_FILES)
+        try:
+            return AutoTokenizer.from_pretrained(**self.location) if has_one else None
+        except Exception as error:  # of transformers and tokenizers, for whatever it is that is wrong with the files
+            raise ValueError(
+                f"The tokenizer in {self.src} does not load, or not without code of its own: {error}"
+            ) from error
+
+    def save_companions(self, folder: Path) -> None:
+        """Puts tokenizer, chat template and settings for generation into a folder: untouched, if they are files."""
+        if self.src.is_file():
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(folder)
+            self.gguf_model.generation_config.save_pretrained(folder)
+        else:
+            copy_companions(self.src, folder)
+
+    def settle_tokenizer(self, folder: Path) -> None:
+        """Makes the tokenizer in a folder load as the source's does.
+
+        transformers chooses a tokenizer's class by the model type too, which is another one now: where that makes a
+        difference, the class that the source had is written down. Code of a tokenizer does not come along, nor does its
+        entry in `auto_map`: with the model's code, it would be trusted.
+
+        Raises:
+            VerificationError: it still encodes otherwise, or does not load.
+        """
+        if self.tokenizer is None:
+            return
+        file = folder / "tokenizer_config.json"
+        settings = read_json(file) if file.is_file() else {}
+        if settings.pop("auto_map", None) is not None:
+            write_json(file, settings)
+        if not loads_like(self.tokenizer, folder):
+            settings["tokenizer_class"] = type(self.tokenizer).__name__
+            write_json(file, settings)
+            if not loads_like(self.tokenizer, folder, to_the_letter=False):
+                raise VerificationError(f"The tokenizer of {self.src} encodes otherwise in the converted folder.")
+
+
+def loads_like(tokenizer: Any, folder: Path, to_the_letter: bool = True) -> bool:
+    """Whether the tokenizer in a folder loads and is (or at least encodes like) another one."""
+    try:
+        loaded = AutoTokenizer.from_pretrained(**result_location(folder))
+    except Exception:  # of transformers and tokenizers, for whatever it is that is wrong with the files
+        return False
+    mine, theirs = (getattr(each, "backend_tokenizer", None) for each in (tokenizer, loaded))
+    if to_the_letter and mine is not None and theirs is not None and mine.to_str() != theirs.to_str():
+        return False
+    texts = (SAMPLE_TEXT, " ".join(tokenizer.all_special_tokens) + SAMPLE_TEXT)
+    return all(tokenizer(text).input_ids == loaded(text).input_ids for text in texts)
+
+
+def result_location(folder: Path) -> dict[str, Any]:
+    """The arguments with which transformers loads a converted folder, with the classes that are installed."""
+    return {"pretrained_model_name_or_path": folder, "trust_remote_code": False}

@@ -1,0 +1,73 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What this package is: its version, its commit, its licence, and the libraries under it."""
+
+import json
+import platform
+import subprocess
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+
+from diffllama import modeling_diff
+
+
+VERSION = version("diffllama")
+
+PACKAGE_URL = ""
+"""Where the package can be had. While this is empty, cards and messages link to no place and name no registry, where
+anybody could register its name."""
+
+SOURCE = Path(modeling_diff.__file__).parent
+"""The folder of the package with the code that Hub folders receive."""
+
+
+@cache
+def commit() -> str | None:
+    """The commit that the package was made of, if it is known: of a clone, or noted when it was built or installed."""
+    try:
+        git = ["git", "-C", str(SOURCE)]
+        tracked = subprocess.run([*git, "ls-files", "."], capture_output=True, text=True, check=True).stdout
+        if tracked.strip():
+            head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
+            changes = subprocess.run([*git, "status", "--porcelain", "."], capture_output=True, text=True, check=True)
+            return head.strip() + (" with changes" if changes.stdout.strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        pass  # no git, or no clone
+    noted = SOURCE.parent / "_commit.txt"
+    if noted.is_file():
+        return noted.read_text(encoding="utf-8").strip()
+    try:
+        origin = json.loads(distribution("diffllama").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        return None
+    return origin.get("vcs_info", {}).get("commit_id")
+
+
+@cache
+def licence() -> str:
+    """The text of the licence of our code."""
+    clone = SOURCE.parent / "LICENSE"
+    text = (
+        clone.read_text(encoding="utf-8")
+        if clone.is_file()
+        else distribution("diffllama").read_text("licenses/LICENSE")
+    )
+    if text is None:
+        raise FileNotFoundError("The installed diffllama has no LICENSE. Install it again.")
+    return text
+
+
+def is_code_licence(path: Path) -> bool:
+    """Whether a file is the licence of our code, whatever its name."""
+    return path.name.startswith("LICENSE") and path.read_bytes().decode(errors="replace").split() == licence().split()
+
+
+def versions() -> dict[str, str | None]:
+    """What computed: this package, its commit, and the libraries under it."""
+    return {
+        "diffllama": VERSION,
+        "commit": commit(),
+        **{library: version(library) for library in ("torch", "transformers")},
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,215 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Carries out a conversion: plans it, streams the tensors, verifies the result, writes its card."""
+
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from diffllama.checkpoints.errors import VerificationError
+from diffllama.checkpoints.files import COMPANIONS, NAMES, check_space, locate
+from diffllama.checkpoints.folders import check_apart, check_free, new_folder
+from diffllama.checkpoints.json_files import write_json
+from diffllama.checkpoints.models import common_dtype, expected_tensors, has_chat_template, separate_head
+from diffllama.checkpoints.options import DTYPES, shard_size
+from diffllama.checkpoints.reading import check_tensors
+from diffllama.checkpoints.versions import VERSION
+from diffllama.checkpoints.writing import Progress, Step, write_shards
+from diffllama.conversion.recipes import Recipe, find_recipe
+from diffllama.conversion.transformers_models import ComparableSource, TransformersResult
+from diffllama.conversion.unilm import AttentionResult, UnilmResult, UnilmSource
+from diffllama.conversion.verification import Verification, compare, free_memory, promise
+from diffllama.conversion.weight_map import is_dropped, plan
+from diffllama.hub_cards.cards import CARD, Facts, inherited_metadata, model_card, updated
+from diffllama.hub_cards.code import code_licence
+from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dest: str | os.PathLike[str],
+    *,
+    source: str | None = None,
+    target: str | None = None,
+    variant: str | None = None,
+    pairing: str | None = None,
+    revision: str | None = None,
+    dtype: str = "auto",
+    verify: bool | None = None,
+    overwrite: bool = False,
+    max_shard_size: int | str = "5GB",
+    progress: Progress | None = None,
+) -> Path:
+    """Converts a checkpoint into a folder of ours (`source`), or one of ours into another model's (`target`).
+
+    Tensors are read and written one at a time. The folder appears at `dest` complete or not at all. It has weights as
+    safetensors, a configuration, whatever tokenizer, chat template and settings for generation the source has, a card,
+    and conversion.json, which says what was made of what and what its verification found; a model of ours has its
+    code too.
+
+    Args:
+        src: a folder, a file, or a repository `owner/name` of the Hub; see `SOURCES` and conversion/README.md.
+        dest: the folder to make; of a link to a folder, that folder.
+        source: what `src` is, one of `SOURCES`.
+        target: what `src`, a folder of ours, is to become, one of `TARGETS`. Give either `source` or `target`.
+        variant: for source="llama": `"v2"` (default), bit-equal, or `"v1"`, a warm start, which is another function.
+        pairing: for source="unilm-v1" with grouped queries: `"flash"` (default), or `"plain"` if it was trained with
+            `multihead_diffattn.py`.
+        revision: branch, tag or commit of a repository of the Hub.
+        dtype: one of `DTYPES`; `"auto"` keeps that of every tensor (a GGUF file is expanded to float32).
+        verify: whether to compute both sides' outputs and compare them before the folder appears; by default if the
+            model fits into the memory that is free.
+        overwrite: whether a `dest` that exists is replaced, if it is a model folder.
+        max_shard_size: bytes, or a text like "5GB".
+        progress: called with the number of bytes written and their total.
+
+    Returns:
+        `dest`, absolute.
+
+    Raises:
+        FileNotFoundError: `src` or its weights do not exist.
+        FileExistsError: `dest` may not be replaced (see `new_folder`), or it overlaps with `src`.
+        ValueError: an option is unknown, or the source has a feature that the result lacks.
+        CheckpointError: tensors are missing, unknown, misshapen, unreadable or not finite; all of them are listed. Or
+            one becomes infinite in the result's dtype.
+        VerificationError: the result computes something else than was promised.
+        OSError: the disk is too small, which is found before anything is written, or cannot be written.
+        ImportError: `src` is a GGUF file and the packages of the extra `gguf` are not installed.
+    """
+    recipe = find_recipe(source, target, variant, pairing)
+    if dtype not in DTYPES:
+        raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+    shard_size(max_shard_size)
+    src, dest = source_files(src, revision), Path(os.path.abspath(dest))
+    check_apart(src, dest)
+    check_free(dest, overwrite)
+
+    opened = recipe.source(src)
+    config = recipe.convert_config(opened.config)  # refuses before any weight is read
+    checkpoint = opened.checkpoint
+    separate_head(checkpoint, opened.config, config)
+    ours = opened.config if target else config
+    weight_map, expected = recipe.weight_map(ours), opened.expected()
+    for name in checkpoint.tensors.keys() - expected.keys():
+        if is_dropped(name, weight_map):
+            checkpoint.drop(name)
+    check_tensors(checkpoint.tensors, expected, str(src))
+    config.dtype = getattr(torch, dtype) if dtype != "auto" else config.dtype or common_dtype(checkpoint)
+    cast = None if dtype == "auto" else config.dtype
+    steps = plan(checkpoint.tensors, weight_map, ours, cast)
+    for name, make in recipe.new_weights(config).items():
+        steps[name] = new_step(make, config.dtype)
+    part = isinstance(opened, UnilmSource) and opened.attention_only
+    result = AttentionResult() if part else recipe.result
+    if isinstance(result, TransformersResult) and not part:
+        made = {name: step.result for name, step in steps.items()}
+        check_tensors(made, expected_tensors(config), f"What {src} becomes")
+    check_space(sum(step.result.nbytes for step in steps.values()), dest)
+
+    with new_folder(dest, overwrite) as folder:
+        fingerprint = write_shards(folder, steps, checkpoint, max_shard_size, result.stem, progress)
+        opened.save_companions(folder)
+        result.save_config(config, folder)
+        if not isinstance(result, UnilmResult):
+            opened.settle_tokenizer(folder)
+        verification = verified(verify, recipe, opened, result, config, cast, folder)
+        record = {
+            "tool": f"diffllama {VERSION}",
+            "source": {"format": source or DiffLlamaConfig.model_type, "model_type": opened.config.model_type}
+            | origin(src)
+            | {"index_sha256": checkpoint.index_sha256},
+            "result": {
+                "format": target or DiffLlamaConfig.model_type,
+                "variant": ours.diff_variant,
+                "fingerprint": fingerprint,
+            },
+            "options": {"variant": variant, "pairing": pairing, "dtype": dtype},
+            "verification": verification,
+        }
+        write_json(folder / "conversion.json", record)
+        facts = Facts(
+            config=ours,
+            parameters=sum(step.result.numel() for step in steps.values()),
+            dtype=str(config.dtype).removeprefix("torch."),
+            chat=has_chat_template(folder),
+            part=part,
+            conversion=record,
+            code_licence=code_licence(folder),
+        )
+        card = model_card(facts, dest.name, inherited_metadata(src / CARD))
+        (folder / CARD).write_text(updated("", card)[0], encoding="utf-8")
+    return dest
+
+
+def source_files(src: str | os.PathLike[str], revision: str | None) -> Path:
+    """The path of a source, whose weights are downloaded in one format if they are in several; raises as `locate`."""
+    safe, pickled = (name.partition(".")[0] for name in NAMES)
+    path = locate(src, revision, ["config.json", CARD, f"{safe}*.safetensors", f"{safe}*.index.json", *COMPANIONS])
+    if path.is_dir() and not list(path.glob("*.safetensors")):
+        path = locate(src, revision, [f"{pickled}*"])
+    return path
+
+
+def origin(src: Path) -> dict[str, str]:
+    """The name of a source and, if it is a repository's snapshot, its revision. Paths stay private."""
+    match = re.search(r"models--([^/]+?)--([^/]+)/snapshots/([^/]+)$", src.as_posix())
+    return {"name": f"{match[1]}/{match[2]}", "revision": match[3]} if match else {"name": src.name}
+
+
+def new_step(make: Callable[[], torch.Tensor], dtype: torch.dtype) -> Step:
+    """The step that makes a new tensor."""
+    with torch.device("meta"):
+        shape = make().shape
+    return Step((), lambda: make().to(dtype), torch.empty(shape, dtype=dtype, device="meta"))
+
+
+def verified(
+    wanted: bool | None,
+    recipe: Recipe,
+    source: ComparableSource | UnilmSource,
+    result: TransformersResult | UnilmResult,
+    config: PreTrainedConfig,
+    cast: torch.dtype | None,
+    folder: Path,
+) -> dict[str, Any]:
+    """Compares what a folder computes with what its source does, for conversion.json. See `convert`.
+
+    Weights that were cast to a dtype are compared with the source's, rounded to it.
+    """
+    if wanted is False:
+        return {"skipped": "not asked for"}
+    dtype, tolerance = promise(config.dtype, recipe.bit_equal, recipe.exact)
+    needed, free = 1.5 * sum(file.stat().st_size for file in folder.glob("*.safetensors")), free_memory()
+    needed *= dtype.itemsize / config.dtype.itemsize
+    if wanted is None and needed > free:
+        return {"skipped": f"needs {needed / 1e9:.3g} GB of memory, {free / 1e9:.3g} GB are free"}
+
+    def compared(implementation: str) -> Verification:
+        return compare(
+            partial(source.outputs, dtype, implementation, cast),
+            partial(result.outputs, config, folder, dtype, implementation),
+            tolerance,
+            "attention outputs" if isinstance(result, AttentionResult) else "logits",
+            implementation,
+        )
+
+    verification = compared("sdpa")
+    if not verification.passed and math.isfinite(verification.max_difference):
+        # Whether bits are equal is also up to the kernels that torch chooses for 2h heads and for h. Where it chooses
+        # other ones in sdpa, it need not in eager attention: equal bits there alone say less, and are reported so.
+        eager = compared("eager")
+        if eager.passed:
+            verification = replace(eager, sdpa_difference=verification.max_difference)
+    if not verification.passed:
+        raise VerificationError(
+            f"The result computes something else than its source: {verification}. Nothing was written."
+        )
+    return verification.as_dict()
