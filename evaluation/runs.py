@@ -26,7 +26,7 @@ import transformers
 from diffllama import evaluation, modeling_diff
 from diffllama.checkpoints.files import locked, replace_file
 from diffllama.checkpoints.versions import versions
-from diffllama.evaluation.data import Source, find
+from diffllama.evaluation.datasets.data import Source, find
 from diffllama.evaluation.models import Subject, digest
 from diffllama.evaluation.settings import Settings
 

@@ -12,9 +12,9 @@ from matplotlib.patches import Rectangle
 from transformers import PreTrainedModel
 
 from diffllama.evaluation.attention import AttentionCall, watched
-from diffllama.evaluation.data import Source, texts
+from diffllama.evaluation.datasets.data import Source, texts
+from diffllama.evaluation.datasets.haystack import Haystack
 from diffllama.evaluation.figures import finish, heat_map, lines, panels
-from diffllama.evaluation.haystack import Haystack
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report
 from diffllama.evaluation.settings import AttentionToAnswerSettings

@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from diffllama.configuration import recipe
-from diffllama.evaluation.data import Source, texts
+from diffllama.evaluation.datasets.data import Source, texts
 from diffllama.evaluation.figures import COLOURS, MARKERS, finish, panels
-from diffllama.evaluation.matched import Matched, Pair
+from diffllama.evaluation.probes.model_pair import Matched, Pair
 from diffllama.evaluation.runs import Candidate, Measurement, Outcome, Report
 from diffllama.evaluation.settings import GradientsSettings
 

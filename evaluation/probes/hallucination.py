@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from diffllama.evaluation.data import Source
+from diffllama.evaluation.datasets.data import Source
+from diffllama.evaluation.datasets.summarization_qa import SUMMARIES, Document, read
 from diffllama.evaluation.figures import bars, finish, panels
-from diffllama.evaluation.grounded import SUMMARIES, Document, read
 from diffllama.evaluation.judge import Judge, agreement, fleiss_kappa, verdict
 from diffllama.evaluation.likelihood import completions
 from diffllama.evaluation.models import Subject

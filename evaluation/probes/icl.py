@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diffllama.evaluation.classification import TASKS, Example, Prompt, classify, option_ids, read_examples
-from diffllama.evaluation.data import Source
+from diffllama.evaluation.datasets.classification import TASKS, Example, Prompt, classify, option_ids, read_examples
+from diffllama.evaluation.datasets.data import Source
 from diffllama.evaluation.figures import finish, lines, panels
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.runs import Cell, Measurement, Outcome, Probe, Report

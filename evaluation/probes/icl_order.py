@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from diffllama.evaluation.classification import Example
+from diffllama.evaluation.datasets.classification import Example
 from diffllama.evaluation.figures import COLOURS, MARKERS, finish, panels
 from diffllama.evaluation.probes.icl import InContext
 from diffllama.evaluation.runs import RESAMPLES, Cell, Outcome, Report, Row, averages_over

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from diffllama.evaluation.attention import AttentionCall, watched
-from diffllama.evaluation.data import Source
+from diffllama.evaluation.datasets.data import Source
+from diffllama.evaluation.datasets.multiple_choice import Item, dataset_name, read
 from diffllama.evaluation.figures import finish, lines, panels
 from diffllama.evaluation.likelihood import continuation_log_probs, likeliest
 from diffllama.evaluation.models import Subject
-from diffllama.evaluation.multiple_choice import Item, dataset_name, read
 from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report
 from diffllama.evaluation.settings import LogitBitsSettings
 from diffllama.modeling_diff.differential_attention import at_least_float32

@@ -7,13 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from diffllama.evaluation.data import Source
-from diffllama.evaluation.figures import bars, finish, panels
-from diffllama.evaluation.likelihood import completions
-from diffllama.evaluation.models import Subject
-from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report
-from diffllama.evaluation.settings import MathSettings
-from diffllama.evaluation.word_problems import (
+from diffllama.evaluation.datasets.data import Source
+from diffllama.evaluation.datasets.word_problems import (
     FOLDERS,
     INSTRUCTION,
     LATEX,
@@ -23,6 +18,11 @@ from diffllama.evaluation.word_problems import (
     final_answer,
     read,
 )
+from diffllama.evaluation.figures import bars, finish, panels
+from diffllama.evaluation.likelihood import completions
+from diffllama.evaluation.models import Subject
+from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report
+from diffllama.evaluation.settings import MathSettings
 
 
 @dataclass(kw_only=True)

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from diffllama.evaluation.data import Source, texts
+from diffllama.evaluation.datasets.data import Source, texts
+from diffllama.evaluation.datasets.haystack import CITIES, Haystack, Prompt
 from diffllama.evaluation.figures import finish, heat_map, panels
-from diffllama.evaluation.haystack import CITIES, Haystack, Prompt
 from diffllama.evaluation.likelihood import completions
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report, Row, averages_over

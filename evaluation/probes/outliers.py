@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from diffllama.evaluation.attention import AttentionCall, watched
-from diffllama.evaluation.data import Source, texts
+from diffllama.evaluation.datasets.data import Source, texts
 from diffllama.evaluation.figures import COLOURS, finish, panels
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.runs import Outcome, Probe, Report, Row

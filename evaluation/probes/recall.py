@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from diffllama.evaluation.data import Source, texts
+from diffllama.evaluation.datasets.data import Source, texts
 from diffllama.evaluation.figures import bars, finish, panels
 from diffllama.evaluation.likelihood import token_log_probs
-from diffllama.evaluation.long_texts import LongTexts
 from diffllama.evaluation.models import Subject
+from diffllama.evaluation.probes.long_text_probe import LongTexts
 from diffllama.evaluation.runs import Measurement, Outcome, Report, Row
 from diffllama.evaluation.settings import RecallSettings
 

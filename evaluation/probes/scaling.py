@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 from scipy.optimize import least_squares
 
-from diffllama.evaluation.data import Source, field, read_rows
+from diffllama.evaluation.datasets.data import Source, field, read_rows
 from diffllama.evaluation.figures import COLOURS, MARKERS, finish, panels
 from diffllama.evaluation.runs import Candidate, Cell, Measurement, Outcome, Probe, Report, Row
 from diffllama.evaluation.settings import ScalingSettings

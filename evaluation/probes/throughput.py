@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from diffllama.evaluation.data import Source
+from diffllama.evaluation.datasets.data import Source
 from diffllama.evaluation.figures import bars, finish, panels
-from diffllama.evaluation.matched import Matched, Pair
+from diffllama.evaluation.probes.model_pair import Matched, Pair
 from diffllama.evaluation.runs import Candidate, Measurement, Outcome, Report
 from diffllama.evaluation.settings import ThroughputSettings
 

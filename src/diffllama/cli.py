@@ -362,7 +362,7 @@ def evaluate(ctx: typer.Context) -> None:
     All arguments are lm-eval's.
     """
     with needs("eval"):
-        from diffllama.evaluation.harness_command import run
+        from diffllama.evaluation.tasks.command import run
 
     run(ctx.args)
 

@@ -164,7 +164,7 @@ def test_two_models_are_measured_told_and_not_measured_again(
 def test_options_reach_a_probe_that_makes_its_models(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diffllama.evaluation.matched.SMALL", {"num_hidden_layers": 1, "hidden_size": 64})
+    monkeypatch.setattr("diffllama.evaluation.probes.model_pair.SMALL", {"num_hidden_layers": 1, "hidden_size": 64})
     options = ("--device", "cpu", "--dtype", "bfloat16", "--variant", "v2", "--length", 4, "--length", 6)
     options += ("--rounds", 2, "--batch", 3, "--seed", 1, "--output", tmp_path)
     status, stdout, err = call(capsys, "throughput", *options)

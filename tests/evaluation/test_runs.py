@@ -16,7 +16,7 @@ import typer
 import diffllama
 from diffllama.checkpoints import versions
 from diffllama.evaluation import runs
-from diffllama.evaluation.data import Source
+from diffllama.evaluation.datasets.data import Source
 from diffllama.evaluation.models import Subject, digest
 from diffllama.evaluation.runs import (
     Candidate,

@@ -12,8 +12,8 @@ from tokenizers.processors import TemplateProcessing
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from diffllama.evaluation.data import Source
-from diffllama.evaluation.haystack import HEAD, ask
+from diffllama.evaluation.datasets.data import Source
+from diffllama.evaluation.datasets.haystack import HEAD, ask
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.probes.attention import AttentionToAnswer, Passage, last_rows
 from diffllama.evaluation.runs import Candidate, Report, run

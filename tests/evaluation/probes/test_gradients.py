@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from diffllama.evaluation.data import find
-from diffllama.evaluation.matched import SMALL, Pair
+from diffllama.evaluation.datasets.data import find
 from diffllama.evaluation.probes import gradients
 from diffllama.evaluation.probes.gradients import Gradients, norms
+from diffllama.evaluation.probes.model_pair import SMALL, Pair
 from diffllama.evaluation.runs import Report, run
 from support.tiny_models import VARIANTS, tiny_model, tokens
 

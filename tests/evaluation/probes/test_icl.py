@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from diffllama.evaluation.data import find
+from diffllama.evaluation.datasets.data import find
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.probes.icl import SEPARATOR, ManyShot
 from diffllama.evaluation.runs import Candidate, Report, run

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diffllama.evaluation.classification import Example
-from diffllama.evaluation.data import find
+from diffllama.evaluation.datasets.classification import Example
+from diffllama.evaluation.datasets.data import find
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.probes.icl import SEPARATOR
 from diffllama.evaluation.probes.icl_order import ShotOrder, alternate, by_chance, spread

@@ -11,9 +11,9 @@ import torch
 
 from diffllama.evaluation import attention
 from diffllama.evaluation.attention import AttentionCall, watched
-from diffllama.evaluation.data import find
+from diffllama.evaluation.datasets.data import find
+from diffllama.evaluation.datasets.multiple_choice import read
 from diffllama.evaluation.models import Subject
-from diffllama.evaluation.multiple_choice import read
 from diffllama.evaluation.probes.logit_bits import (
     BITS,
     LogitBits,

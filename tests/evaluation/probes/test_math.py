@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from diffllama.evaluation.datasets.word_problems import LATEX, WORDS, Problem
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.probes.math import Math
 from diffllama.evaluation.runs import Candidate, Report, run
-from diffllama.evaluation.word_problems import LATEX, WORDS, Problem
 from support.rule_based_lm import ruled
 from support.tiny_loaded_models import KINDS, tiny_subject
 

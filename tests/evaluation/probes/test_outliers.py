@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diffllama.evaluation import attention
-from diffllama.evaluation.data import Source
+from diffllama.evaluation.datasets.data import Source
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.probes.outliers import RANKS, Magnitudes, Outliers, magnitudes
 from diffllama.evaluation.runs import Candidate, Report, dumps, run

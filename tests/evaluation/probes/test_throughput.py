@@ -11,8 +11,7 @@ import torch
 
 from diffllama import DiffLlamaConfig
 from diffllama.configuration import preset
-from diffllama.evaluation import matched
-from diffllama.evaluation.probes import throughput
+from diffllama.evaluation.probes import model_pair, throughput
 from diffllama.evaluation.probes.throughput import PASSES, WARM_UP, Throughput, check, step
 from diffllama.evaluation.runs import Report, run
 from support.tiny_models import VARIANTS, tiny_model, tokens
@@ -22,7 +21,7 @@ from support.tiny_models import VARIANTS, tiny_model, tokens
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """The small model is a tiny one."""
     small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
-    monkeypatch.setattr(matched, "SMALL", matched.SMALL | small)
+    monkeypatch.setattr(model_pair, "SMALL", model_pair.SMALL | small)
 
 
 def measured(output: Path, **settings: Any) -> Report:
@@ -93,7 +92,7 @@ def test_a_run_is_timed_drawn_and_goes_on(dtype: str, tmp_path: Path, monkeypatc
 def test_both_variants_are_timed_beside_the_same_transformer(size: str | None) -> None:
     v1, v2 = (Throughput(size=size, variant=variant).configs() for variant in VARIANTS)
     assert v1["transformer"].to_dict() == v2["transformer"].to_dict()
-    assert v1["diff"].to_dict() == (preset(size) if size else DiffLlamaConfig(**matched.SMALL)).to_dict()
+    assert v1["diff"].to_dict() == (preset(size) if size else DiffLlamaConfig(**model_pair.SMALL)).to_dict()
     llama, ours = v2["transformer"], v2["diff"]
     assert (ours.diff_variant, ours.num_attention_heads, ours.head_dim) == (
         "v2",

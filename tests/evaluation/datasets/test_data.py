@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diffllama.evaluation.data import SAMPLES, Source, field, find, read_rows, read_text, text_field, texts
+from diffllama.evaluation.datasets.data import SAMPLES, Source, field, find, read_rows, read_text, text_field, texts
 from diffllama.evaluation.models import digest
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from diffllama.evaluation.data import Source, field, read_rows, read_text, text_field
+from diffllama.evaluation.datasets.data import Source, field, read_rows, read_text, text_field
 from diffllama.evaluation.settings import DocumentTask, SummaryTask
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from lm_eval._cli import HarnessCLI
 
 
-TASKS = Path(__file__).parent / "tasks"
+TASKS = Path(__file__).parent
 
 
 def run(arguments: Sequence[str]) -> None:

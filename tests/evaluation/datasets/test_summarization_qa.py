@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from diffllama.evaluation.data import Source, find
-from diffllama.evaluation.grounded import Document, read
+from diffllama.evaluation.datasets.data import Source, find
+from diffllama.evaluation.datasets.summarization_qa import Document, read
 
 
 @pytest.mark.parametrize(

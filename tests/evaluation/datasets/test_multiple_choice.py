@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from diffllama.evaluation.data import Source, find
-from diffllama.evaluation.multiple_choice import TASKS, Item, dataset_name, read
+from diffllama.evaluation.datasets.data import Source, find
+from diffllama.evaluation.datasets.multiple_choice import TASKS, Item, dataset_name, read
 
 
 HELLASWAG = "Rowing: A man sits. he\n1\nsings.\nrows.\nflies.\nmelts.\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from diffllama.evaluation.data import Source, field, read_rows, read_text, text_field
+from diffllama.evaluation.datasets.data import Source, field, read_rows, read_text, text_field
 from diffllama.evaluation.settings import WordProblemTask
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache
 
-from diffllama.evaluation.data import Source, field, read_rows, read_text
+from diffllama.evaluation.datasets.data import Source, field, read_rows, read_text
 from diffllama.evaluation.likelihood import CHUNK, batches, likeliest, new_cache
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.settings import ClassificationTask

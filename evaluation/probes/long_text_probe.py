@@ -5,7 +5,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from diffllama.evaluation.data import Source, texts
+from diffllama.evaluation.datasets.data import Source, texts
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.runs import Probe, S
 from diffllama.evaluation.settings import LongTextsSettings

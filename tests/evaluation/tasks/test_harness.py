@@ -18,12 +18,12 @@ from lm_eval.tasks import TaskManager
 
 from diffllama.cli import main
 from diffllama.conversion.engine import convert
-from diffllama.evaluation.data import SAMPLES, find
-from diffllama.evaluation.harness import accuracy, accuracy_per_character, multiple_choice, needles
-from diffllama.evaluation.harness_command import TASKS
-from diffllama.evaluation.multiple_choice import TASKS as NAMES
-from diffllama.evaluation.multiple_choice import dataset_name, read
+from diffllama.evaluation.datasets.data import SAMPLES, find
+from diffllama.evaluation.datasets.multiple_choice import TASKS as NAMES
+from diffllama.evaluation.datasets.multiple_choice import dataset_name, read
 from diffllama.evaluation.probes.needles import Needles
+from diffllama.evaluation.tasks.command import TASKS
+from diffllama.evaluation.tasks.harness import accuracy, accuracy_per_character, multiple_choice, needles
 from support import subprocess_runner
 from support.llama_checkpoints import llama
 from support.rule_based_lm import byte_tokenizer, ruled
@@ -353,7 +353,7 @@ def test_data_that_do_not_exist_are_one_line_of_error(models: Path, capsys: pyte
 def test_without_lm_eval_it_is_said_how_to_get_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "diffllama.evaluation.harness_command")
+    monkeypatch.delitem(sys.modules, "diffllama.evaluation.tasks.command")
     for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
         monkeypatch.setitem(sys.modules, name, None)
     assert call("eval", "--help") == 1

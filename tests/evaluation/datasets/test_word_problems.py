@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from diffllama.evaluation.data import Source, find
-from diffllama.evaluation.word_problems import (
+from diffllama.evaluation.datasets.data import Source, find
+from diffllama.evaluation.datasets.word_problems import (
     FOLDERS,
     LATEX,
     WORDS,

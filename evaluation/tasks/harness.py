@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The LM Evaluation Harness: the items and metrics of the tasks in `tasks/`."""
+"""The LM Evaluation Harness: the items and metrics of the tasks in this folder."""
 
 import logging
 import math
@@ -14,11 +14,11 @@ from typing import Any
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from diffllama.evaluation.data import Source, find
-from diffllama.evaluation.haystack import Prompt
+from diffllama.evaluation.datasets.data import Source, find
+from diffllama.evaluation.datasets.haystack import Prompt
+from diffllama.evaluation.datasets.multiple_choice import dataset_name, read
 from diffllama.evaluation.likelihood import likeliest
 from diffllama.evaluation.models import Subject
-from diffllama.evaluation.multiple_choice import dataset_name, read
 from diffllama.evaluation.probes.needles import Needles
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffllama.evaluation.haystack import Haystack, ask
+from diffllama.evaluation.datasets.haystack import Haystack, ask
 from support.rule_based_lm import byte_tokenizer
 
 

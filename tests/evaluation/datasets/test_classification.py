@@ -7,9 +7,9 @@ from typing import get_args
 import pytest
 import torch
 
-from diffllama.evaluation import classification
-from diffllama.evaluation.classification import Example, Prompt, classify, option_ids, read_examples
-from diffllama.evaluation.data import Source, find
+from diffllama.evaluation.datasets import classification
+from diffllama.evaluation.datasets.classification import Example, Prompt, classify, option_ids, read_examples
+from diffllama.evaluation.datasets.data import Source, find
 from diffllama.evaluation.models import Subject
 from diffllama.evaluation.settings import ClassificationTask
 from support.rule_based_lm import RuledModel, byte_tokenizer, ruled
