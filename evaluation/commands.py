@@ -49,25 +49,25 @@ def shown(value: dict[str, float]) -> str:
 
 
 def tables(report: Any) -> Iterator[Table]:
-    """A report's rows: cells, then each model's metrics, then their difference. A table for each kind of cell."""
+    """A table for each set of condition fields, with the condition, each model's metrics and their difference."""
     kinds: dict[tuple[str, ...], list[Any]] = {}
     for row in report.rows:
-        kinds.setdefault(tuple(row["cell"]), []).append(row)
+        kinds.setdefault(tuple(row["condition"]), []).append(row)
     yield from (table(rows, report.names) for rows in kinds.values())
 
 
 def table(rows: list[Any], names: list[str]) -> Table:
-    """Rows whose cells have the same fields."""
-    cells = list(rows[0]["cell"])
+    """Rows whose conditions have the same fields."""
+    conditions = list(rows[0]["condition"])
     metrics = list(dict.fromkeys(name for row in rows for one in row["models"] for name in one))
     groups = list(names) if len(names) > 1 else [""]
     groups += ["difference"] * any("difference" in row for row in rows)
     headers = [f"{metric}\n{group}".strip() for metric in metrics for group in groups]
-    made = Table(*cells, Column("samples", justify="right"), *(Column(name, justify="right") for name in headers))
+    made = Table(*conditions, Column("samples", justify="right"), *(Column(name, justify="right") for name in headers))
     for row in rows:
         numbers = [*row["models"], *([row["difference"]] if "difference" in row else [])]
         values = [shown(one[metric]) if metric in one else "" for metric in metrics for one in numbers]
-        about = [rounded(value) if isinstance(value, float) else str(value) for value in row["cell"].values()]
+        about = [rounded(value) if isinstance(value, float) else str(value) for value in row["condition"].values()]
         made.add_row(*about, f"{row['samples']:,}", *values)
     return made
 
@@ -102,18 +102,18 @@ def command(name: str) -> Callable[..., None]:
             from transformers.utils import logging
 
             from diffllama.evaluation.models import ModelSource
-            from diffllama.evaluation.runs import Candidate, run
+            from diffllama.evaluation.runs import ModelSpec, run
 
             probe = probe_class(name)(**options)
         logging.disable_progress_bar()
         if kind.loads_models:
             sources = [ModelSource(name=name, **loading) for name in names]
-            candidates = [
-                Candidate(name, source.facts(), source.load)
+            specs = [
+                ModelSpec(name, source.facts(), source.load)
                 for name, source in zip(short([source.name for source in sources]), sources, strict=True)
             ]
         else:
-            candidates = probe.candidates()
+            specs = probe.specs()
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -132,7 +132,7 @@ def command(name: str) -> Callable[..., None]:
                 err.print(text, markup=False)
 
             try:
-                report = run(probe, candidates, output=output, data=data, progress=progress, note=show_note)
+                report = run(probe, specs, output=output, data=data, progress=progress, note=show_note)
             except KeyboardInterrupt:
                 err.print("Interrupted. Repeated, the command goes on from here.")
                 raise

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
-from diffllama.evaluation.models import Subject
+from diffllama.evaluation.models import LoadedModel
 
 
 CHUNK = 1024
@@ -27,7 +27,7 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
     return DynamicCache(config=model.config)
 
 
-def chosen(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def gather_log_probs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of tokens: logits [b, n, vocabulary] and ids [b, n] -> [b, n], in float32."""
     return -torch.nn.functional.cross_entropy(logits.transpose(1, 2).float(), ids, reduction="none")
 
@@ -52,7 +52,7 @@ def token_log_probs(model: PreTrainedModel, ids: torch.Tensor, chunk: int = CHUN
     for start in range(0, ids.shape[1] - 1, chunk):
         inputs, targets = ids[:, start : start + chunk], ids[:, start + 1 : start + chunk + 1]
         logits = model(inputs, past_key_values=cache, use_cache=True).logits[:, : targets.shape[1]]
-        parts.append(chosen(logits, targets)[0].cpu())
+        parts.append(gather_log_probs(logits, targets)[0].cpu())
     return torch.cat(parts)
 
 
@@ -87,12 +87,12 @@ def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
 
 @torch.inference_mode()
 def continuation_log_probs(
-    subject: Subject, pairs: Sequence[tuple[str, str]], batch_tokens: int = 4096
+    loaded: LoadedModel, pairs: Sequence[tuple[str, str]], batch_tokens: int = 4096
 ) -> Iterator[tuple[int, float]]:
     """Log-likelihood of continuations.
 
     Args:
-        subject: model and tokenizer.
+        loaded: model and tokenizer.
         pairs: contexts and continuations; a space at a context's end is counted to its continuation.
         batch_tokens: at most so many tokens at once.
 
@@ -102,15 +102,15 @@ def continuation_log_probs(
     rows, starts = [], []
     for context, continuation in pairs:
         stripped = context.rstrip()
-        before = subject.prefix + subject.encode(stripped)
-        whole = subject.prefix + subject.encode(stripped + context[len(stripped) :] + continuation)
+        before = loaded.prefix + loaded.encode(stripped)
+        whole = loaded.prefix + loaded.encode(stripped + context[len(stripped) :] + continuation)
         rows.append(whole)
         starts.append(max(1, min(len(before), len(whole) - 1)))  # a model says nothing about its first token
     for indices in batches([len(row) for row in rows], batch_tokens):
-        ids = torch.tensor([rows[index] for index in indices], device=subject.model.device)
+        ids = torch.tensor([rows[index] for index in indices], device=loaded.model.device)
         first = min(starts[index] for index in indices)
-        logits = subject.model(ids, use_cache=False, logits_to_keep=ids.shape[1] - first + 1).logits[:, :-1]
-        scores = chosen(logits, ids[:, first:])
+        logits = loaded.model(ids, use_cache=False, logits_to_keep=ids.shape[1] - first + 1).logits[:, :-1]
+        scores = gather_log_probs(logits, ids[:, first:])
         for row, index in enumerate(indices):
             yield index, scores[row, starts[index] - first :].sum().item()
 
@@ -138,7 +138,7 @@ class Stop(StoppingCriteria):
 
 @torch.inference_mode()
 def completions(
-    subject: Subject,
+    loaded: LoadedModel,
     prompts: Sequence[list[int]],
     max_new_tokens: int,
     batch_tokens: int = 4096,
@@ -147,7 +147,7 @@ def completions(
     """Greedy completions of prompts, batch by batch.
 
     Args:
-        subject: model and tokenizer.
+        loaded: model and tokenizer.
         prompts: their token ids.
         max_new_tokens: where a completion ends that the model does not end.
         batch_tokens: at most so many tokens of prompts at once.
@@ -156,11 +156,11 @@ def completions(
     Yields:
         Index of the prompt and the text that follows it, without special tokens.
     """
-    tokenizer = subject.tokenizer
+    tokenizer = loaded.tokenizer
     pad = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
     for indices in batches([len(prompt) for prompt in prompts], batch_tokens):
-        ids = torch.tensor([prompts[index] for index in indices], device=subject.model.device)
-        made = subject.model.generate(
+        ids = torch.tensor([prompts[index] for index in indices], device=loaded.model.device)
+        made = loaded.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,

@@ -49,7 +49,7 @@ def device(name: str | None) -> torch.device:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class LoadedModel:
     """A loaded model to measure, in evaluation mode, and its tokenizer."""
 
     name: str
@@ -136,7 +136,7 @@ class ModelSource:
         chosen = {"dtype": self.dtype, "device": self.place.type, "trust_remote_code": self.trust_remote_code}
         return {"name": self.name, **commit, **files, **chosen}
 
-    def load(self) -> Subject:
+    def load(self) -> LoadedModel:
         """The model in evaluation mode, and its tokenizer. Weights are in safetensors, as `facts` expects them.
 
         Raises:
@@ -145,14 +145,14 @@ class ModelSource:
         options = {"trust_remote_code": self.trust_remote_code}
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.folder, **options)
-            model, loaded = AutoModelForCausalLM.from_pretrained(
+            model, loading_info = AutoModelForCausalLM.from_pretrained(
                 self.folder, dtype=self.dtype, use_safetensors=True, output_loading_info=True, **options
             )
         except Exception as error:  # whatever a library raises on a broken folder
             raise ValueError(f"{self.name} cannot be loaded, with weights in safetensors: {error}") from error
-        if missing := sorted(map(str, {*loaded["missing_keys"], *loaded["mismatched_keys"]})):
+        if missing := sorted(map(str, {*loading_info["missing_keys"], *loading_info["mismatched_keys"]})):
             raise ValueError(f"{self.name} lacks {len(missing)} of its model's weights: {', '.join(missing[:3])}, …")
         embeddings = model.get_input_embeddings().num_embeddings
         if len(tokenizer) > embeddings:
             raise ValueError(f"{self.name} has {embeddings:,} embeddings for a tokenizer of {len(tokenizer):,} tokens.")
-        return Subject(name=self.name, model=model.to(self.place).eval(), tokenizer=tokenizer)
+        return LoadedModel(name=self.name, model=model.to(self.place).eval(), tokenizer=tokenizer)

@@ -27,7 +27,7 @@ from diffllama import evaluation, modeling_diff
 from diffllama.checkpoints.files import locked, replace_file
 from diffllama.checkpoints.versions import versions
 from diffllama.evaluation.datasets.data import Source, find
-from diffllama.evaluation.models import Subject, digest
+from diffllama.evaluation.models import LoadedModel, digest
 from diffllama.evaluation.settings import Settings
 
 
@@ -41,27 +41,27 @@ if n < 6."""
 
 CONFIDENCE = 0.95
 
-Cell = dict[str, Any]
+Condition = dict[str, Any]
 """What a number is about, such as {"length": 4096, "depth": 0.5}."""
 
 Row = dict[str, Any]
-"""A cell's numbers: `cell`, `samples` (how many), `models` (for each, metric -> `mean` and, of enough samples, `low`
-and `high`) and, of two models, `difference` (the second less the first, likewise)."""
+"""The numbers of a condition: `condition`, `samples` (how many), `models` (for each, metric -> `mean` and, of enough
+samples, `low` and `high`) and, of two models, `difference` (second minus first, likewise)."""
 
 S = TypeVar("S")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one sample says about one cell.
+    """What one sample says about one condition.
 
     Args:
-        cell: what it is about.
-        values: numbers by metric, the same metrics in every sample of a cell.
-        weight: of this sample in the cell's average, such as the number of its tokens. With 0 it is not counted.
+        condition: what it is about.
+        values: numbers by metric, the same metrics in every sample of a condition.
+        weight: of this sample in the condition's average, such as the number of its tokens. With 0 it is not counted.
     """
 
-    cell: Cell
+    condition: Condition
     values: dict[str, float]
     weight: float = 1.0
 
@@ -79,7 +79,7 @@ class Outcome:
         """Of a line that `line` made."""
         entry = json.loads(line)
         measurements = [
-            Measurement(one["cell"], {name: float(value) for name, value in one["values"].items()}, one["weight"])
+            Measurement(one["condition"], {name: float(value) for name, value in one["values"].items()}, one["weight"])
             for one in entry["measurements"]
         ]
         return cls(entry["sample"], measurements, entry["detail"])
@@ -115,24 +115,24 @@ class Probe(Settings, ABC, Generic[S]):
         """The name of its data, as in `find`."""
         raise NotImplementedError
 
-    def candidates(self) -> "list[Candidate]":
+    def specs(self) -> "list[ModelSpec]":
         """What it measures, if that is not for its user to name."""
         raise NotImplementedError
 
     @abstractmethod
-    def samples(self, source: Source | None, subject: Any) -> Mapping[str, S]:
+    def samples(self, source: Source | None, loaded: Any) -> Mapping[str, S]:
         """Its samples by their names; the same ones for the same settings, data and tokenizer.
 
-        `subject` is a `Subject`, or whatever else the probe's own `candidates` load.
+        `loaded` is a `LoadedModel`, or whatever else the probe's own `specs` load.
         """
 
-    def tokens_at_once(self, subject: Subject, samples: Mapping[str, S]) -> int:
+    def tokens_at_once(self, loaded: LoadedModel, samples: Mapping[str, S]) -> int:
         """How many tokens its longest sample has, with what is generated; by default the setting `length`."""
         length: int | list[int] = getattr(self, "length", 0)
         return max(length) if isinstance(length, list) else length
 
     @abstractmethod
-    def measure(self, subject: Any, samples: Mapping[str, S]) -> Iterator[Outcome]:
+    def measure(self, loaded: Any, samples: Mapping[str, S]) -> Iterator[Outcome]:
         """Measures samples, in any order."""
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
@@ -145,8 +145,8 @@ class Probe(Settings, ABC, Generic[S]):
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A subject of a run, loaded only when its turn comes: its name, what identifies it, and how to get it."""
+class ModelSpec:
+    """A model of a run, loaded only when its turn comes: its name, what identifies it, and how to load it."""
 
     name: str
     facts: dict[str, Any]
@@ -180,9 +180,11 @@ class Report:
         chosen = self.rows if rows is None else list(rows)
         return {name: [row["models"][index][metric] for row in chosen] for index, name in enumerate(self.names)}
 
-    def select(self, **cell: Any) -> list[Row]:
-        """Rows whose cells say so."""
-        return [row for row in self.rows if all(row["cell"].get(name) == value for name, value in cell.items())]
+    def select(self, **condition: Any) -> list[Row]:
+        """Rows whose conditions say so."""
+        return [
+            row for row in self.rows if all(row["condition"].get(name) == value for name, value in condition.items())
+        ]
 
 
 def resampled(values: np.ndarray, weights: np.ndarray, picks: np.ndarray) -> np.ndarray:
@@ -198,32 +200,32 @@ def interval(means: np.ndarray) -> dict[str, float]:
 
 @np.errstate(invalid="ignore")  # an infinite loss has no interval: NaN, not a warning
 def average(measured: Sequence[Mapping[str, Outcome]], *, seed: int, intervals: bool) -> list[Row]:
-    """Averages over samples for each cell, with bootstrap intervals; of two models, the difference of paired samples.
+    """Average over samples for each condition, with bootstrap intervals; of two models, also their paired difference.
 
-    A sample is counted in a cell if every model has it there, with a weight. Fewer than `FEWEST` have no interval.
+    A sample is counted in a condition if every model has it there, with a weight. Fewer than `FEWEST` have no interval.
 
     Args:
         measured: for each model, outcomes by sample.
         seed: of the resampling.
         intervals: whether to resample.
     """
-    cells: dict[str, tuple[Cell, list[dict[str, Measurement]]]] = {}
+    conditions: dict[str, tuple[Condition, list[dict[str, Measurement]]]] = {}
     for index, outcomes in enumerate(measured):
         for sample, outcome in outcomes.items():
             for measurement in outcome.measurements:
-                key = json.dumps(measurement.cell, sort_keys=True)
-                _, by_model = cells.setdefault(key, (measurement.cell, [{} for _ in measured]))
+                key = json.dumps(measurement.condition, sort_keys=True)
+                _, by_model = conditions.setdefault(key, (measurement.condition, [{} for _ in measured]))
                 if measurement.weight:
                     by_model[index][sample] = measurement
     rows = []
-    for cell, by_model in cells.values():
+    for condition, by_model in conditions.values():
         shared = sorted(set.intersection(*(set(samples) for samples in by_model)))
         if not shared:
             continue
         # the same resamples for every model and metric, so that differences are of paired samples
         picks = np.random.default_rng(seed).integers(len(shared), size=(RESAMPLES, len(shared)))
         weights = [np.array([samples[name].weight for name in shared]) for samples in by_model]
-        row: Row = {"cell": cell, "samples": len(shared), "models": [{} for _ in by_model]}
+        row: Row = {"condition": condition, "samples": len(shared), "models": [{} for _ in by_model]}
         for metric in by_model[0][shared[0]].values:
             values = [np.array([samples[name].values[metric] for name in shared]) for samples in by_model]
             means = [float((v * w).sum() / w.sum()) for v, w in zip(values, weights, strict=True)]
@@ -241,27 +243,28 @@ def average(measured: Sequence[Mapping[str, Outcome]], *, seed: int, intervals: 
 def averages_over(
     name: str, measured: Sequence[Mapping[str, Outcome]], unit: Callable[[str, Outcome], str]
 ) -> list[dict[str, Outcome]]:
-    """Outcomes of units, such as questions, that were measured several times: at every value of a field of their cells.
+    """Outcomes of units, such as questions, that were measured at every value of one field of their conditions.
 
     Args:
-        name: of the field, which the results' cells lack.
+        name: of the field, which the results' conditions lack.
         measured: for each model, outcomes by sample, each of one measurement.
-        unit: what a sample, by its name and outcome, is a measurement of. It is another unit in another cell.
+        unit: what a sample, by its name and outcome, is a measurement of. It is another unit in another condition.
     """
     results: list[dict[str, Outcome]] = []
     for outcomes in measured:
-        found: dict[str, tuple[Cell, list[dict[str, float]]]] = {}
+        found: dict[str, tuple[Condition, list[dict[str, float]]]] = {}
         for sample, outcome in outcomes.items():
             (one,) = outcome.measurements
-            cell = {field: value for field, value in one.cell.items() if field != name}
-            key = f"{json.dumps(cell)} {unit(sample, outcome)}"
-            found.setdefault(key, (cell, []))[1].append(one.values)
+            condition = {field: value for field, value in one.condition.items() if field != name}
+            key = f"{json.dumps(condition)} {unit(sample, outcome)}"
+            found.setdefault(key, (condition, []))[1].append(one.values)
         results.append(
             {
                 key: Outcome(
-                    key, [Measurement(cell, {metric: fmean(one[metric] for one in values) for metric in values[0]})]
+                    key,
+                    [Measurement(condition, {metric: fmean(one[metric] for one in values) for metric in values[0]})],
                 )
-                for key, (cell, values) in found.items()
+                for key, (condition, values) in found.items()
             }
         )
     return results
@@ -277,10 +280,10 @@ def computed_by() -> dict[str, str]:
 
 
 RECORDED = ("versions", "paper", "data.path", "model.name", "model.commit")
-"""What is kept beside samples and decides nothing: the same bytes by another name, another commit of the same code."""
+"""Fields that may differ in a run that goes on: the same bytes by another name, another commit of the same code."""
 
 
-class Kept:
+class SampleStore:
     """The outcomes of one model that are on disk, a line each, after a line that says what they are of.
 
     Args:
@@ -335,7 +338,7 @@ Progress = Callable[[str, int, int], None]
 
 def run(
     probe: Probe,
-    candidates: Iterable[Candidate],
+    specs: Iterable[ModelSpec],
     *,
     output: Path,
     data: Path | None = None,
@@ -346,7 +349,7 @@ def run(
 
     Args:
         probe: what to measure.
-        candidates: one or two models, in turn.
+        specs: one or two models, in turn.
         output: the folder. Samples of the same run that are there already are not measured again.
         data: file or folder with the probe's data, or a folder in which it lies under the probe's name for it; the
             built-in sample by default.
@@ -375,7 +378,7 @@ def run(
         "data": source.facts() if source else None,
     }
     with locked(output, "name another folder with --output"):
-        report = measured(probe, list(candidates), output, source, what, progress, note)
+        report = measured(probe, list(specs), output, source, what, progress, note)
         replace_file(output / "results.json", dumps(report.json(), indent=1) + "\n")
         figure, image = Figure(), io.BytesIO()
         probe.draw(report, figure)
@@ -386,7 +389,7 @@ def run(
 
 def measured(
     probe: Probe,
-    candidates: Sequence[Candidate],
+    specs: Sequence[ModelSpec],
     output: Path,
     source: Source | None,
     what: dict[str, Any],
@@ -401,48 +404,48 @@ def measured(
         note(text)
 
     header = what | {"computed_by": computed_by(), "versions": versions()}
-    every_kept = [
-        Kept(output / f"samples-{number}.jsonl", header | {"model": candidate.facts})
-        for number, candidate in enumerate(candidates, 1)
+    stores = [
+        SampleStore(output / f"samples-{number}.jsonl", header | {"model": spec.facts})
+        for number, spec in enumerate(specs, 1)
     ]
     outcomes, facts = [], []
-    for candidate, kept in zip(candidates, every_kept, strict=True):
-        subject = candidate.load()
-        samples = probe.samples(source, subject)
-        if isinstance(subject, Subject):
-            positions = getattr(subject.model.config.get_text_config(), "max_position_embeddings", None)
-            tokens = probe.tokens_at_once(subject, samples)
+    for spec, store in zip(specs, stores, strict=True):
+        loaded = spec.load()
+        samples = probe.samples(source, loaded)
+        if isinstance(loaded, LoadedModel):
+            positions = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
+            tokens = probe.tokens_at_once(loaded, samples)
             if positions and tokens > positions:
                 tell(
-                    f"{tokens:,} tokens are more than the {positions:,} positions of {candidate.name} "
+                    f"{tokens:,} tokens are more than the {positions:,} positions of {spec.name} "
                     "(`max_position_embeddings`), which it was not made for."
                 )
-        missing = {name: sample for name, sample in samples.items() if name not in kept.outcomes}
-        progress(candidate.name, len(samples) - len(missing), len(samples))
-        for outcome in probe.measure(subject, missing) if missing else ():
-            kept.add(outcome)
-            progress(candidate.name, len(kept.outcomes), len(samples))
-        outcomes.append({name: kept.outcomes[name] for name in samples})
-        facts.append(candidate.facts | (described(subject) if isinstance(subject, Subject) else {}))
-        del subject, samples, missing
+        missing = {name: sample for name, sample in samples.items() if name not in store.outcomes}
+        progress(spec.name, len(samples) - len(missing), len(samples))
+        for outcome in probe.measure(loaded, missing) if missing else ():
+            store.add(outcome)
+            progress(spec.name, len(store.outcomes), len(samples))
+        outcomes.append({name: store.outcomes[name] for name in samples})
+        facts.append(spec.facts | (described(loaded) if isinstance(loaded, LoadedModel) else {}))
+        del loaded, samples, missing
         gc.collect()  # before the next model takes memory
     rows = probe.rows(outcomes)
     if probe.intervals and any(row["samples"] < FEWEST for row in rows):
         tell(f"Averages of fewer than {FEWEST} samples have no interval.")
-    names = [candidate.name for candidate in candidates]
+    names = [spec.name for spec in specs]
     record = what | {"models": facts, "notes": notes, "versions": versions()}
     return Report(probe, names, rows, outcomes, record)
 
 
-def described(subject: Subject) -> dict[str, Any]:
+def described(loaded: LoadedModel) -> dict[str, Any]:
     """What a loaded model is."""
-    config = subject.model.config
+    config = loaded.model.config
     return {
         "model_type": config.model_type,
         "variant": getattr(config, "diff_variant", None),
-        "parameters": subject.model.num_parameters(),
+        "parameters": loaded.model.num_parameters(),
         "positions": getattr(config, "max_position_embeddings", None),
-        "dtype": str(subject.model.dtype).removeprefix("torch."),
-        "device": str(subject.model.device),
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "device": str(loaded.model.device),
         "attention": config._attn_implementation,
     }

@@ -45,7 +45,7 @@ class Settings:
     paper: ClassVar[str]
     """Where the paper has what it measures."""
     loads_models: ClassVar[bool] = True
-    """Whether its subjects are models that somebody names; otherwise the probe makes them."""
+    """Whether its loaded_models are models that somebody names; otherwise the probe makes them."""
     takes_data: ClassVar[bool] = True
     """Whether it reads data."""
 
@@ -53,7 +53,7 @@ class Settings:
 
 
 @dataclass(kw_only=True)
-class LongTextsSettings(Settings):
+class LongTextSettings(Settings):
     """Of probes that measure the beginnings of long texts."""
 
     length: Annotated[int, typer.Option(min=2, help="Tokens of each text; shorter texts are left out.")] = 1024
@@ -70,7 +70,7 @@ class InContextSettings(Settings):
 
 
 @dataclass(kw_only=True)
-class MatchedSettings(Settings):
+class ModelPairSettings(Settings):
     """Of probes that make the pair of models that they measure."""
 
     loads_models: ClassVar[bool] = False
@@ -92,9 +92,9 @@ class NeedlesSettings(Settings):
     )
     depth: Depths = field(default_factory=DEPTHS.copy)
     needles: Annotated[
-        list[str], typer.Option(metavar="N/R", help="Needles, and how many are asked for. May be repeated.")
-    ] = field(default_factory=lambda: ["1/1", "2/2", "4/2", "6/2"])
-    samples_per_cell: Annotated[int, typer.Option("--samples", min=1, help="Prompts of each cell.")] = 50
+        list[str], typer.Option(metavar="R_of_N", help="Needles asked for, of how many. May be repeated.")
+    ] = field(default_factory=lambda: ["1_of_1", "2_of_2", "2_of_4", "2_of_6"])
+    samples_per_condition: Annotated[int, typer.Option("--samples", min=1, help="Prompts of each condition.")] = 50
     batch_tokens: BatchTokens = 8192
 
 
@@ -107,11 +107,11 @@ class AttentionToAnswerSettings(Settings):
 
     length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 4096
     depth: Depths = field(default_factory=DEPTHS.copy)
-    samples_per_cell: Annotated[int, typer.Option("--samples", min=1, help="Prompts of each depth.")] = 10
+    samples_per_condition: Annotated[int, typer.Option("--samples", min=1, help="Prompts of each depth.")] = 10
 
 
 @dataclass(kw_only=True)
-class ContextSettings(LongTextsSettings):
+class ContextSettings(LongTextSettings):
     """Of `context`."""
 
     command: ClassVar[str] = "context"
@@ -119,7 +119,7 @@ class ContextSettings(LongTextsSettings):
 
 
 @dataclass(kw_only=True)
-class RecallSettings(LongTextsSettings):
+class RecallSettings(LongTextSettings):
     """Of `recall`."""
 
     command: ClassVar[str] = "recall"
@@ -209,7 +209,7 @@ class MathSettings(Settings):
 
 
 @dataclass(kw_only=True)
-class GradientsSettings(MatchedSettings):
+class GradientsSettings(ModelPairSettings):
     """Of `gradients`."""
 
     command: ClassVar[str] = "gradients"
@@ -222,7 +222,7 @@ class GradientsSettings(MatchedSettings):
 
 
 @dataclass(kw_only=True)
-class ThroughputSettings(MatchedSettings):
+class ThroughputSettings(ModelPairSettings):
     """Of `throughput`."""
 
     command: ClassVar[str] = "throughput"

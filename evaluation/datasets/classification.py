@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from diffllama.evaluation.datasets.data import Source, field, read_rows, read_text
 from diffllama.evaluation.likelihood import CHUNK, batches, likeliest, new_cache
-from diffllama.evaluation.models import Subject
+from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.settings import ClassificationTask
 
 
@@ -191,22 +191,22 @@ class Prompt:
     options: Mapping[str, list[int]]
 
 
-def option_ids(subject: Subject, before: str, answers: Mapping[str, str]) -> dict[str, list[int]]:
+def option_ids(loaded: LoadedModel, before: str, answers: Mapping[str, str]) -> dict[str, list[int]]:
     """Token ids of each class's answer after the text `before`.
 
     Raises:
         ValueError: the tokenizer makes one answer the beginning of another.
     """
-    start = len(subject.encode(before))
-    options = {label: subject.encode(before + answer)[start:] for label, answer in answers.items()}
+    start = len(loaded.encode(before))
+    options = {label: loaded.encode(before + answer)[start:] for label, answer in answers.items()}
     for (first, shorter), (second, longer) in pairwise(sorted(options.items(), key=lambda option: option[1])):
         if longer[: len(shorter)] == shorter:
-            raise ValueError(f"The tokenizer of {subject.name} does not tell the classes {first} and {second} apart.")
+            raise ValueError(f"The tokenizer of {loaded.name} does not tell the classes {first} and {second} apart.")
     return options
 
 
 @torch.inference_mode()
-def classify(subject: Subject, prompts: Sequence[Prompt]) -> Iterator[tuple[int, str]]:
+def classify(loaded: LoadedModel, prompts: Sequence[Prompt]) -> Iterator[tuple[int, str]]:
     """Greedy decoding, constrained to the options: in each step the likeliest token with which some option goes on.
 
     A context is computed once for all its questions, and only what it adds to the context before it, if it begins with
@@ -218,29 +218,29 @@ def classify(subject: Subject, prompts: Sequence[Prompt]) -> Iterator[tuple[int,
     Raises:
         ValueError: the model's scores are NaN.
     """
-    cache = new_cache(subject.model)
+    cache = new_cache(loaded.model)
     cached: list[int] = []
     for context, group in groupby(range(len(prompts)), key=lambda index: prompts[index].context):
         if context[: len(cached)] != cached:
-            cache, cached = new_cache(subject.model), []
-        for part in subject.tensor(context[len(cached) :]).split(CHUNK, dim=1):
-            subject.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, cached = new_cache(loaded.model), []
+        for part in loaded.tensor(context[len(cached) :]).split(CHUNK, dim=1):
+            loaded.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cached = context
         indices = list(group)
         for rows in batches([len(context) + len(prompts[index].question) for index in indices], BATCH_TOKENS):
             batch = [indices[row] for row in rows]
-            yield from zip(batch, _answers(subject, cache, [prompts[index] for index in batch]), strict=True)
+            yield from zip(batch, _answers(loaded, cache, [prompts[index] for index in batch]), strict=True)
 
 
-def _answers(subject: Subject, cache: DynamicCache, prompts: Sequence[Prompt]) -> list[str]:
+def _answers(loaded: LoadedModel, cache: DynamicCache, prompts: Sequence[Prompt]) -> list[str]:
     """The classes of questions of equal length whose context is in the cache, which stays as it is."""
-    cache, dtype = copy.deepcopy(cache), str(subject.model.dtype).removeprefix("torch.")
+    cache, dtype = copy.deepcopy(cache), str(loaded.model.dtype).removeprefix("torch.")
     cache.batch_repeat_interleave(len(prompts))
     left = [list(prompt.options) for prompt in prompts]  # the classes that an answer can still become
     tokens, step = [prompt.question for prompt in prompts], 0
     while any(len(labels) > 1 for labels in left):
-        ids = torch.tensor(tokens, device=subject.model.device)
-        logits = subject.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        ids = torch.tensor(tokens, device=loaded.model.device)
+        logits = loaded.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
         for row, (prompt, labels) in enumerate(zip(prompts, left, strict=True)):
             if len(labels) > 1:
                 allowed = sorted({prompt.options[label][step] for label in labels})

@@ -130,7 +130,7 @@ class Haystack:
 def ask(cities: Sequence[str]) -> str:
     """The question for the magic numbers of cities, and how its answer begins."""
     if len(cities) == 1:
-        subject = f"the magic number of {cities[0]}"
-        return f"\n\nQuestion: What is {subject}?\nAnswer: T{subject[1:]} is"
-    subject = f"the magic numbers of {', '.join(cities[:-1])} and {cities[-1]}"
-    return f"\n\nQuestion: What are {subject}?\nAnswer: T{subject[1:]} are"
+        topic = f"the magic number of {cities[0]}"
+        return f"\n\nQuestion: What is {topic}?\nAnswer: T{topic[1:]} is"
+    topic = f"the magic numbers of {', '.join(cities[:-1])} and {cities[-1]}"
+    return f"\n\nQuestion: What are {topic}?\nAnswer: T{topic[1:]} are"

@@ -15,7 +15,7 @@ from diffllama.evaluation.attention import AttentionCall, watched
 from diffllama.evaluation.datasets.data import Source, texts
 from diffllama.evaluation.datasets.haystack import Haystack
 from diffllama.evaluation.figures import finish, heat_map, lines, panels
-from diffllama.evaluation.models import Subject
+from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report
 from diffllama.evaluation.settings import AttentionToAnswerSettings
 
@@ -97,49 +97,49 @@ class AttentionToAnswer(AttentionToAnswerSettings, Probe[Passage]):
     Args:
         length: tokens of the prompts, at most, and fewer by less than a sentence.
         depth: where the needle stands, 0 at the beginning of the text, 1 at its end.
-        samples_per_cell: prompts for each depth; the same texts, cities and numbers for all of them.
+        samples_per_condition: prompts for each depth; the same texts, cities and numbers for all of them.
     """
 
     dataset: ClassVar[str] = "novels"
 
-    def samples(self, source: Source | None, subject: Subject) -> Mapping[str, Passage]:
+    def samples(self, source: Source | None, loaded: LoadedModel) -> Mapping[str, Passage]:
         """Prompts with one needle, as token ids."""
         assert source is not None
-        haystack = Haystack(texts(source).values(), subject.tokenizer, self.length)
+        haystack = Haystack(texts(source).values(), loaded.tokenizer, self.length)
         return {
-            f"{depth} {number}": self.passage(haystack, depth, number, subject)
+            f"{depth} {number}": self.passage(haystack, depth, number, loaded)
             for depth in self.depth
-            for number in range(self.samples_per_cell)
+            for number in range(self.samples_per_condition)
         }
 
-    def passage(self, haystack: Haystack, depth: float, number: int, subject: Subject) -> Passage:
+    def passage(self, haystack: Haystack, depth: float, number: int, loaded: LoadedModel) -> Passage:
         """The prompt of that number at that depth.
 
         Raises:
             ValueError: the tokenizer does not say which characters its tokens are of.
         """
-        if not subject.tokenizer.is_fast:
-            raise ValueError(f"The tokenizer of {subject.name} does not say where its tokens are. Save a fast one.")
+        if not loaded.tokenizer.is_fast:
+            raise ValueError(f"The tokenizer of {loaded.name} does not say where its tokens are. Save a fast one.")
         prompt = haystack.prompt(
-            length=self.length - len(subject.prefix),
+            length=self.length - len(loaded.prefix),
             depth=depth,
             needles=1,
             queries=1,
             seed=f"{self.seed} {number}",
         )
-        encoded = subject.tokenizer(prompt.text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = loaded.tokenizer(prompt.text, add_special_tokens=False, return_offsets_mapping=True)
 
         def tokens(start: int, end: int) -> tuple[int, int]:
             inside = [at for at, (first, last) in enumerate(encoded.offset_mapping) if first < end and last > start]
-            return len(subject.prefix) + inside[0], len(subject.prefix) + inside[-1] + 1
+            return len(loaded.prefix) + inside[0], len(loaded.prefix) + inside[-1] + 1
 
-        return Passage(subject.prefix + encoded.input_ids, tokens(*prompt.context), tokens(*prompt.needles[0]), depth)
+        return Passage(loaded.prefix + encoded.input_ids, tokens(*prompt.context), tokens(*prompt.needles[0]), depth)
 
-    def measure(self, subject: Subject, samples: Mapping[str, Passage]) -> Iterator[Outcome]:
+    def measure(self, loaded: LoadedModel, samples: Mapping[str, Passage]) -> Iterator[Outcome]:
         """Takes the last row of each layer's maps."""
         for name, passage in samples.items():
             measurements, layers = [], {}
-            signed, absolute = last_rows(subject.model, subject.tensor(passage.ids))
+            signed, absolute = last_rows(loaded.model, loaded.tensor(passage.ids))
             for kind, rows in (("signed", signed), ("absolute", absolute)):
                 parts = passage.parts(rows)
                 layers[kind] = {part: values.tolist() for part, values in parts.items()}
@@ -163,10 +163,10 @@ class AttentionToAnswer(AttentionToAnswerSettings, Probe[Passage]):
 
         Layers from the bottom up, positions in the text from left to right; the pieces with the answer are framed.
         """
-        rows = sorted(report.select(shares="signed"), key=lambda row: row["cell"]["depth"])
+        rows = sorted(report.select(shares="signed"), key=lambda row: row["condition"]["depth"])
         answer, noise, *maps = panels(figure, 2 + len(report.names), rows=2)
         for axes, part in ((answer, "answer"), (noise, "noise")):
-            lines(axes, [100 * row["cell"]["depth"] for row in rows], report.points(part, rows))
+            lines(axes, [100 * row["condition"]["depth"] for row in rows], report.points(part, rows))
             axes.axhline(0, color="black", linewidth=0.8)
             finish(axes, "depth of the answer (% of the text)", f"signed share of attention: {part}")
         depth = min(self.depth, key=lambda depth: abs(depth - 0.5))

@@ -11,29 +11,29 @@ import torch
 from diffllama.evaluation.datasets.data import Source
 from diffllama.evaluation.figures import finish, lines, panels
 from diffllama.evaluation.likelihood import token_log_probs
-from diffllama.evaluation.models import Subject
-from diffllama.evaluation.probes.long_text_probe import LongTexts
+from diffllama.evaluation.models import LoadedModel
+from diffllama.evaluation.probes.long_text_probe import LongTextProbe
 from diffllama.evaluation.runs import Measurement, Outcome, Report
 from diffllama.evaluation.settings import ContextSettings
 
 
 @dataclass(kw_only=True)
-class Context(ContextSettings, LongTexts[list[int]]):
+class Context(ContextSettings, LongTextProbe[list[int]]):
     """Cumulative average negative log-likelihood by position, on long texts."""
 
-    def samples(self, source: Source | None, subject: Subject) -> Mapping[str, list[int]]:
+    def samples(self, source: Source | None, loaded: LoadedModel) -> Mapping[str, list[int]]:
         """The beginnings of texts, as token ids."""
-        return self.beginnings(source, subject)
+        return self.beginnings(source, loaded)
 
     @property
     def positions(self) -> list[int]:
         """Powers of two from 16 on, and the length."""
         return [2**power for power in range(4, self.length.bit_length()) if 2**power < self.length] + [self.length]
 
-    def measure(self, subject: Subject, samples: Mapping[str, list[int]]) -> Iterator[Outcome]:
+    def measure(self, loaded: LoadedModel, samples: Mapping[str, list[int]]) -> Iterator[Outcome]:
         """Averages the tokens up to each position; the first token, which nothing predicts, is not counted."""
         for name, ids in samples.items():
-            losses = -token_log_probs(subject.model, subject.tensor(ids)).double()
+            losses = -token_log_probs(loaded.model, loaded.tensor(ids)).double()
             means = losses.cumsum(0) / torch.arange(1, len(losses) + 1)
             yield Outcome(
                 name,
@@ -43,7 +43,7 @@ class Context(ContextSettings, LongTexts[list[int]]):
     def draw(self, report: Report, figure: Any) -> None:
         """One line a model, over positions on a logarithmic axis."""
         (axes,) = panels(figure, 1)
-        positions = [row["cell"]["position"] for row in report.rows]
+        positions = [row["condition"]["position"] for row in report.rows]
         lines(axes, positions, report.points("nll"))
         axes.set_xscale("log", base=2)
         axes.set_xticks(positions, [f"{position:,}" for position in positions], rotation=45)

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from diffllama.configuration import recipe
 from diffllama.evaluation.datasets.data import Source, texts
 from diffllama.evaluation.figures import COLOURS, MARKERS, finish, panels
-from diffllama.evaluation.probes.model_pair import Matched, Pair
-from diffllama.evaluation.runs import Candidate, Measurement, Outcome, Report
+from diffllama.evaluation.probes.model_pair import ModelPairProbe, Pair
+from diffllama.evaluation.runs import Measurement, ModelSpec, Outcome, Report
 from diffllama.evaluation.settings import GradientsSettings
 
 
@@ -44,7 +44,7 @@ def norms(model: PreTrainedModel) -> dict[str, list[float]]:
 
 
 @dataclass(kw_only=True)
-class Gradients(GradientsSettings, Matched[torch.Tensor]):
+class Gradients(GradientsSettings, ModelPairProbe[torch.Tensor]):
     """Norms of the loss's gradients at initialisation and in early training, averaged over the layers.
 
     The paper derives that the gradients of differential attention are of the same magnitude as those of softmax
@@ -66,7 +66,7 @@ class Gradients(GradientsSettings, Matched[torch.Tensor]):
     dataset: ClassVar[str] = "novels"
     intervals: ClassVar[bool] = False
 
-    def candidates(self) -> list[Candidate]:
+    def specs(self) -> list[ModelSpec]:
         """The pair."""
         return [self.pair("float32", vocab_size=256)]
 
@@ -75,7 +75,7 @@ class Gradients(GradientsSettings, Matched[torch.Tensor]):
         """0, the powers of ten, and the last."""
         return [0] * (self.steps > 0) + [10**power for power in range(9) if 10**power < self.steps] + [self.steps]
 
-    def samples(self, source: Source | None, subject: Pair) -> Mapping[str, torch.Tensor]:
+    def samples(self, source: Source | None, loaded: Pair) -> Mapping[str, torch.Tensor]:
         """For each step that is measured, the batches up to it, its own the last: [steps, batch, length].
 
         Raises:
@@ -94,7 +94,7 @@ class Gradients(GradientsSettings, Matched[torch.Tensor]):
         batches = text[starts + torch.arange(self.length)]
         return {f"step {step}": batches[: step + 1] for step in self.measured_steps}
 
-    def measure(self, subject: Pair, samples: Mapping[str, torch.Tensor]) -> Iterator[Outcome]:
+    def measure(self, loaded: Pair, samples: Mapping[str, torch.Tensor]) -> Iterator[Outcome]:
         """Trains both models and measures them on the way."""
         training = recipe("scaling")["training"]
         optimizers = {
@@ -104,13 +104,13 @@ class Gradients(GradientsSettings, Matched[torch.Tensor]):
                 betas=(training["adam_beta1"], training["adam_beta2"]),
                 weight_decay=training["weight_decay"],
             )
-            for name, model in subject.items()
+            for name, model in loaded.items()
         }
         longest = max(samples.values(), key=len)
         for step, batch in enumerate(longest):
             ids = batch.long().to(self.place)
             found, losses = {}, {}
-            for name, model in subject.items():
+            for name, model in loaded.items():
                 loss = model(ids, labels=ids, use_cache=False).loss
                 loss.backward()
                 losses[name], found[name] = loss.item(), norms(model)
@@ -139,5 +139,7 @@ class Gradients(GradientsSettings, Matched[torch.Tensor]):
                 axes.plot(range(len(rows)), values, MARKERS[index], color=COLOURS[index], label=label)
             axes.margins(y=0.35)  # room for the legend
             axes.set_yscale("log")
-            axes.set_xticks(range(len(rows)), [row["cell"]["gradient of"] for row in rows], rotation=45, ha="right")
+            axes.set_xticks(
+                range(len(rows)), [row["condition"]["gradient of"] for row in rows], rotation=45, ha="right"
+            )
             finish(axes, "", "gradient norm, mean over layers", f"step {step:,}")

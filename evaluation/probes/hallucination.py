@@ -12,7 +12,7 @@ from diffllama.evaluation.datasets.summarization_qa import SUMMARIES, Document, 
 from diffllama.evaluation.figures import bars, finish, panels
 from diffllama.evaluation.judge import Judge, agreement, fleiss_kappa, verdict
 from diffllama.evaluation.likelihood import completions
-from diffllama.evaluation.models import Subject
+from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report, Row
 from diffllama.evaluation.settings import HallucinationSettings
 
@@ -87,19 +87,19 @@ class Hallucination(HallucinationSettings, Probe[Document]):
         """What a response is."""
         return "summary" if self.task in SUMMARIES else "answer"
 
-    def samples(self, source: Source | None, subject: Subject) -> Mapping[str, Document]:
+    def samples(self, source: Source | None, loaded: LoadedModel) -> Mapping[str, Document]:
         """The documents that are drawn, cut to `length`."""
         assert source is not None
         found = read(self.task, source)
         drawn = random.Random(f"{self.seed}:{self.task}").sample(list(found), min(self.documents, len(found)))
-        return {name: self.cut(found[name], subject) for name in drawn}
+        return {name: self.cut(found[name], loaded) for name in drawn}
 
-    def cut(self, document: Document, subject: Subject) -> Document:
+    def cut(self, document: Document, loaded: LoadedModel) -> Document:
         """Its beginning."""
-        ids = subject.encode(document.text)
-        return replace(document, text=subject.tokenizer.decode(ids[: self.length])) if ids[self.length :] else document
+        ids = loaded.encode(document.text)
+        return replace(document, text=loaded.tokenizer.decode(ids[: self.length])) if ids[self.length :] else document
 
-    def prompt(self, subject: Subject, document: Document) -> list[int]:
+    def prompt(self, loaded: LoadedModel, document: Document) -> list[int]:
         """Token ids of what the model is to respond to."""
         if document.question:
             text = f"Answer the question from the document alone.\n\nDocument: {document.text}"
@@ -107,8 +107,8 @@ class Hallucination(HallucinationSettings, Probe[Document]):
         else:
             text = f"Summarise the document in a few sentences.\n\nDocument: {document.text}"
         if self.chat:
-            return subject.chat(text)
-        return subject.prefix + subject.encode(f"{text}\n\n{self.kind.capitalize()}:")
+            return loaded.chat(text)
+        return loaded.prefix + loaded.encode(f"{text}\n\n{self.kind.capitalize()}:")
 
     def response(self, completion: str) -> str:
         """What a completion has of the response."""
@@ -116,16 +116,16 @@ class Hallucination(HallucinationSettings, Probe[Document]):
             return completion.strip()
         return completion.strip().partition("\n\n" if self.kind == "summary" else "\n")[0]
 
-    def tokens_at_once(self, subject: Subject, samples: Mapping[str, Document]) -> int:
+    def tokens_at_once(self, loaded: LoadedModel, samples: Mapping[str, Document]) -> int:
         """The longest prompt and a completion that is cut off."""
-        return max(len(self.prompt(subject, sample)) for sample in samples.values()) + self.max_tokens
+        return max(len(self.prompt(loaded, sample)) for sample in samples.values()) + self.max_tokens
 
-    def measure(self, subject: Subject, samples: Mapping[str, Document]) -> Iterator[Outcome]:
+    def measure(self, loaded: LoadedModel, samples: Mapping[str, Document]) -> Iterator[Outcome]:
         """Has documents responded to, and the responses judged, batch by batch."""
         names = list(samples)
-        prompts = [self.prompt(subject, samples[name]) for name in names]
+        prompts = [self.prompt(loaded, samples[name]) for name in names]
         stop = () if self.chat else ("Document:",)
-        for index, text in completions(subject, prompts, self.max_tokens, self.batch_tokens, stop):
+        for index, text in completions(loaded, prompts, self.max_tokens, self.batch_tokens, stop):
             yield self.judged(names[index], samples[names[index]], self.response(text))
 
     def judged(self, name: str, document: Document, response: str) -> Outcome:
@@ -161,7 +161,7 @@ class Hallucination(HallucinationSettings, Probe[Document]):
         judged = [{name for name, outcome in outcomes.items() if outcome.detail["verdicts"]} for outcomes in measured]
         shared = sorted(set.intersection(*judged))
         for row in rows:
-            if row["cell"]["judge"] == "all judges":
+            if row["condition"]["judge"] == "all judges":
                 for values, outcomes in zip(row["models"], measured, strict=True):
                     kappa = fleiss_kappa([list(outcomes[name].detail["verdicts"].values()) for name in shared])
                     values |= {} if kappa is None else {"kappa": {"mean": kappa}}

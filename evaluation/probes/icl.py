@@ -11,8 +11,8 @@ from typing import Any
 from diffllama.evaluation.datasets.classification import TASKS, Example, Prompt, classify, option_ids, read_examples
 from diffllama.evaluation.datasets.data import Source
 from diffllama.evaluation.figures import finish, lines, panels
-from diffllama.evaluation.models import Subject
-from diffllama.evaluation.runs import Cell, Measurement, Outcome, Probe, Report
+from diffllama.evaluation.models import LoadedModel
+from diffllama.evaluation.runs import Condition, Measurement, Outcome, Probe, Report
 from diffllama.evaluation.settings import InContextSettings, ManyShotSettings
 
 
@@ -22,9 +22,9 @@ SEPARATOR = "\n==\n"
 
 @dataclass(frozen=True)
 class Trial(Prompt):
-    """A prompt of a cell, and the class that is right."""
+    """A prompt of a condition, and the class that is right."""
 
-    cell: Cell
+    condition: Condition
     label: str
 
 
@@ -53,11 +53,11 @@ class InContext(InContextSettings, Probe[Trial]):
         """Training examples in the order in which they are taken for demonstrations, as long as they fit."""
 
     @abstractmethod
-    def arrange(self, demonstrations: list[Example]) -> Iterator[tuple[Cell, Sequence[Example]]]:
-        """Demonstrations as they stand in each cell's context."""
+    def arrange(self, demonstrations: list[Example]) -> Iterator[tuple[Condition, Sequence[Example]]]:
+        """Demonstrations as they stand in each condition's context."""
 
-    def samples(self, source: Source | None, subject: Subject) -> Mapping[str, Trial]:
-        """Every test question in every cell.
+    def samples(self, source: Source | None, loaded: LoadedModel) -> Mapping[str, Trial]:
+        """Every test question in every condition.
 
         Raises:
             ValueError: not even one demonstration fits.
@@ -66,14 +66,14 @@ class InContext(InContextSettings, Probe[Trial]):
         train, test = read_examples(self.task, source)
         words = TASKS[self.task]
         labels = sorted({one.label for one in train})
-        options = option_ids(subject, f"{words.label}:", {label: f" {label}{SEPARATOR}" for label in labels})
+        options = option_ids(loaded, f"{words.label}:", {label: f" {label}{SEPARATOR}" for label in labels})
 
         def question(one: Example) -> list[int]:
-            return subject.encode(f"{words.text}: {one.text}\n{words.label}:")
+            return loaded.encode(f"{words.text}: {one.text}\n{words.label}:")
 
         picked = random.Random(f"{self.seed}:questions").sample(range(len(test)), min(self.questions, len(test)))
         asked = {index: question(test[index]) for index in sorted(picked)}
-        room = self.length - len(subject.prefix) - max(map(len, asked.values())) - max(map(len, options.values()))
+        room = self.length - len(loaded.prefix) - max(map(len, asked.values())) - max(map(len, options.values()))
         ids: dict[Example, list[int]] = {}
         demonstrations = []
         for one in self.choose(train):
@@ -85,21 +85,21 @@ class InContext(InContextSettings, Probe[Trial]):
         if not demonstrations:
             raise ValueError(f"No demonstration fits into {self.length:,} tokens. Ask for more with --length.")
         trials = {}
-        for cell, arranged in self.arrange(demonstrations):
-            context = subject.prefix + [token for one in arranged for token in ids[one]]
-            name = ", ".join(f"{key} {value}" for key, value in cell.items())
+        for condition, arranged in self.arrange(demonstrations):
+            context = loaded.prefix + [token for one in arranged for token in ids[one]]
+            name = ", ".join(f"{key} {value}" for key, value in condition.items())
             for index, tokens in asked.items():
-                trials[f"{name}, question {index}"] = Trial(context, tokens, options, cell, test[index].label)
+                trials[f"{name}, question {index}"] = Trial(context, tokens, options, condition, test[index].label)
         return trials
 
-    def measure(self, subject: Subject, samples: Mapping[str, Trial]) -> Iterator[Outcome]:
+    def measure(self, loaded: LoadedModel, samples: Mapping[str, Trial]) -> Iterator[Outcome]:
         """Accuracy: 1 for the right class, 0 for another."""
         names, trials = list(samples), list(samples.values())
-        for index, answer in classify(subject, trials):
+        for index, answer in classify(loaded, trials):
             trial = trials[index]
             yield Outcome(
                 names[index],
-                [Measurement(trial.cell, {"accuracy": float(answer == trial.label)})],
+                [Measurement(trial.condition, {"accuracy": float(answer == trial.label)})],
                 {"label": trial.label, "answer": answer},
             )
 
@@ -117,7 +117,7 @@ class ManyShot(ManyShotSettings, InContext):
         """All in a random order."""
         return random.Random(f"{self.seed}:demonstrations").sample(train, len(train))
 
-    def arrange(self, demonstrations: list[Example]) -> Iterator[tuple[Cell, Sequence[Example]]]:
+    def arrange(self, demonstrations: list[Example]) -> Iterator[tuple[Condition, Sequence[Example]]]:
         """The first 1, 2, 4, …, and all."""
         count = len(demonstrations)
         for shots in [2**power for power in range(count.bit_length()) if 2**power < count] + [count]:
@@ -126,7 +126,7 @@ class ManyShot(ManyShotSettings, InContext):
     def draw(self, report: Report, figure: Any) -> None:
         """One line a model, over demonstrations on a logarithmic axis."""
         (axes,) = panels(figure, 1)
-        shots = [row["cell"]["shots"] for row in report.rows]
+        shots = [row["condition"]["shots"] for row in report.rows]
         lines(axes, shots, report.points("accuracy"))
         axes.set_xscale("log", base=2)
         powers = [count for count in shots if count.bit_count() == 1]

@@ -15,7 +15,7 @@ import numpy as np
 from diffllama.evaluation.datasets.classification import Example
 from diffllama.evaluation.figures import COLOURS, MARKERS, finish, panels
 from diffllama.evaluation.probes.icl import InContext
-from diffllama.evaluation.runs import RESAMPLES, Cell, Outcome, Report, Row, averages_over
+from diffllama.evaluation.runs import RESAMPLES, Condition, Outcome, Report, Row, averages_over
 from diffllama.evaluation.settings import ShotOrderSettings
 
 
@@ -44,9 +44,9 @@ def alternate(examples: Sequence[Example], draw: random.Random) -> list[Example]
     return [one for _, one in sorted(places, key=itemgetter(0))]
 
 
-def arrangement(outcome: Outcome) -> Cell:
-    """The cell of an answer, whatever the order."""
-    return {name: value for name, value in outcome.measurements[0].cell.items() if name != "order"}
+def arrangement(outcome: Outcome) -> Condition:
+    """The condition of an answer, whatever the order."""
+    return {name: value for name, value in outcome.measurements[0].condition.items() if name != "order"}
 
 
 def spread(accuracies: np.ndarray) -> dict[str, np.ndarray]:
@@ -82,13 +82,13 @@ class ShotOrder(ShotOrderSettings, InContext):
         turns = zip_longest(*by_class(train, random.Random(f"{self.seed}:demonstrations")))
         return [one for turn in turns for one in turn if one]
 
-    def arrange(self, demonstrations: list[Example]) -> Iterator[tuple[Cell, Sequence[Example]]]:
+    def arrange(self, demonstrations: list[Example]) -> Iterator[tuple[Condition, Sequence[Example]]]:
         """Permutations of both arrangements."""
         for name, permute in (("random", shuffled), ("alternating", alternate)):
             for order in range(self.orders):
                 draw = random.Random(f"{self.seed}:{name}:{order}")
-                cell = {"task": self.task, "arrangement": name, "shots": len(demonstrations), "order": order}
-                yield cell, permute(demonstrations, draw)
+                condition = {"task": self.task, "arrangement": name, "shots": len(demonstrations), "order": order}
+                yield condition, permute(demonstrations, draw)
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
         """One for each arrangement; its `orders` are, for each model, the accuracy of every order.
@@ -101,7 +101,11 @@ class ShotOrder(ShotOrderSettings, InContext):
             raise ValueError("The models' tokenizers fit different numbers of demonstrations: measure them apart.")
         for row in rows:
             answers = [
-                [one.measurements[0].values["accuracy"] for one in outcomes.values() if arrangement(one) == row["cell"]]
+                [
+                    one.measurements[0].values["accuracy"]
+                    for one in outcomes.values()
+                    if arrangement(one) == row["condition"]
+                ]
                 for outcomes in measured
             ]
             correct = [np.reshape(one, (self.orders, -1)) for one in answers]  # questions in the same order every time
@@ -129,6 +133,6 @@ class ShotOrder(ShotOrderSettings, InContext):
             ticks = [f"{name}\nmargin {margin:.3f}" for name, margin in zip(report.names, margins, strict=True)]
             axes.set_xticks(range(len(ticks)), ticks)
             axes.set_xlim(-0.6, len(ticks) - 0.4)
-            cell = row["cell"]
-            title = f"{cell['task']}, {cell['shots']:,} demonstrations, {cell['arrangement']}"
+            condition = row["condition"]
+            title = f"{condition['task']}, {condition['shots']:,} demonstrations, {condition['arrangement']}"
             finish(axes, "", "accuracy (share of test questions)", title)

@@ -18,7 +18,7 @@ from diffllama.evaluation.datasets.data import Source
 from diffllama.evaluation.datasets.multiple_choice import Item, dataset_name, read
 from diffllama.evaluation.figures import finish, lines, panels
 from diffllama.evaluation.likelihood import continuation_log_probs, likeliest
-from diffllama.evaluation.models import Subject
+from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report
 from diffllama.evaluation.settings import LogitBitsSettings
 from diffllama.modeling_diff.differential_attention import at_least_float32
@@ -52,12 +52,12 @@ def quantised_attention(call: AttentionCall, bits: int) -> torch.Tensor:
     return torch.cat(outputs, dim=1)
 
 
-def log_likelihoods(subject: Subject, items: Sequence[Item], bits: int, batch_tokens: int) -> list[list[float]]:
+def log_likelihoods(loaded: LoadedModel, items: Sequence[Item], bits: int, batch_tokens: int) -> list[list[float]]:
     """Of each item's answers, with attention logits of so many bits."""
     pairs = [pair for item in items for pair in zip(item.contexts, item.continuations, strict=True)]
-    attention = watched(subject.model, partial(quantised_attention, bits=bits)) if bits < 16 else nullcontext()
+    attention = watched(loaded.model, partial(quantised_attention, bits=bits)) if bits < 16 else nullcontext()
     with attention:
-        found = dict(continuation_log_probs(subject, pairs, batch_tokens))
+        found = dict(continuation_log_probs(loaded, pairs, batch_tokens))
     scores = iter(found[index] for index in range(len(pairs)))
     return [[next(scores) for _ in item.continuations] for item in items]
 
@@ -85,24 +85,24 @@ class LogitBits(LogitBitsSettings, Probe[Item]):
         """The task's data."""
         return dataset_name(self.task)
 
-    def samples(self, source: Source | None, subject: Subject) -> Mapping[str, Item]:
+    def samples(self, source: Source | None, loaded: LoadedModel) -> Mapping[str, Item]:
         """Questions by their id."""
         assert source is not None
         items = read(self.task, source)
         drawn = random.Random(f"{self.seed}:{self.task}").sample(items, min(self.items, len(items)))
         return {item.id: item for item in drawn}
 
-    def tokens_at_once(self, subject: Subject, samples: Mapping[str, Item]) -> int:
+    def tokens_at_once(self, loaded: LoadedModel, samples: Mapping[str, Item]) -> int:
         """The longest answer with its question."""
         texts = (pair for item in samples.values() for pair in zip(item.contexts, item.continuations, strict=True))
-        return len(subject.prefix) + max(len(subject.encode("".join(pair))) for pair in texts)
+        return len(loaded.prefix) + max(len(loaded.encode("".join(pair))) for pair in texts)
 
-    def measure(self, subject: Subject, samples: Mapping[str, Item]) -> Iterator[Outcome]:
+    def measure(self, loaded: LoadedModel, samples: Mapping[str, Item]) -> Iterator[Outcome]:
         """Has the answers of some questions scored with every number of bits, then those of the next ones."""
-        items, dtype = list(samples.values()), str(subject.model.dtype).removeprefix("torch.")
+        items, dtype = list(samples.values()), str(loaded.model.dtype).removeprefix("torch.")
         for start in range(0, len(items), ITEMS_AT_ONCE):
             some = items[start : start + ITEMS_AT_ONCE]
-            scores = {bits: log_likelihoods(subject, some, bits, self.batch_tokens) for bits in BITS}
+            scores = {bits: log_likelihoods(loaded, some, bits, self.batch_tokens) for bits in BITS}
             for index, item in enumerate(some):
                 lengths = [len(answer.strip()) for answer in item.continuations]
                 measurements = []
@@ -121,6 +121,6 @@ class LogitBits(LogitBitsSettings, Probe[Item]):
         for axes, (metric, title) in zip(panels(figure, len(titles)), titles.items(), strict=True):
             lines(axes, range(len(BITS)), report.points(metric))
             axes.axhline(fmean(guessed), color="grey", linestyle="--", label="guessing")
-            axes.set_xticks(range(len(BITS)), [str(row["cell"]["bits"]) for row in report.rows])
+            axes.set_xticks(range(len(BITS)), [str(row["condition"]["bits"]) for row in report.rows])
             axes.set_ylim(0, 1)
             finish(axes, "bits of the attention logits", f"accuracy ({self.task})", title)

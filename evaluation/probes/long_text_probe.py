@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from diffllama.evaluation.datasets.data import Source, texts
-from diffllama.evaluation.models import Subject
+from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.runs import Probe, S
-from diffllama.evaluation.settings import LongTextsSettings
+from diffllama.evaluation.settings import LongTextSettings
 
 
 @dataclass(kw_only=True)
-class LongTexts(LongTextsSettings, Probe[S]):
+class LongTextProbe(LongTextSettings, Probe[S]):
     """Measures the beginnings of long texts.
 
     Args:
@@ -22,7 +22,7 @@ class LongTexts(LongTextsSettings, Probe[S]):
 
     dataset: ClassVar[str] = "novels"
 
-    def beginnings(self, source: Source | None, subject: Subject) -> dict[str, list[int]]:
+    def beginnings(self, source: Source | None, loaded: LoadedModel) -> dict[str, list[int]]:
         """The beginnings of the first texts that are long enough, as token ids.
 
         Raises:
@@ -33,7 +33,7 @@ class LongTexts(LongTextsSettings, Probe[S]):
         for name, text in texts(source).items():
             if len(found) == self.texts:
                 break
-            ids = subject.prefix + subject.encode(text[: self.length * 16])
+            ids = loaded.prefix + loaded.encode(text[: self.length * 16])
             if len(ids) >= self.length:
                 found[name] = ids[: self.length]
         if not found:

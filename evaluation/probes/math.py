@@ -20,7 +20,7 @@ from diffllama.evaluation.datasets.word_problems import (
 )
 from diffllama.evaluation.figures import bars, finish, panels
 from diffllama.evaluation.likelihood import completions
-from diffllama.evaluation.models import Subject
+from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report
 from diffllama.evaluation.settings import MathSettings
 
@@ -53,35 +53,35 @@ class Math(MathSettings, Probe[Problem]):
         """The task's folder."""
         return FOLDERS.get(self.task, self.task)
 
-    def samples(self, source: Source | None, subject: Subject) -> Mapping[str, Problem]:
+    def samples(self, source: Source | None, loaded: LoadedModel) -> Mapping[str, Problem]:
         """The problems that are drawn."""
         assert source is not None
         found = read(self.task, source)
         count = min(self.problems or len(found), len(found))
         return {name: found[name] for name in random.Random(f"{self.seed}:math").sample(list(found), count)}
 
-    def prompt(self, subject: Subject, problem: Problem) -> list[int]:
+    def prompt(self, loaded: LoadedModel, problem: Problem) -> list[int]:
         """Token ids of what the model is to complete."""
         if self.chat:
-            return subject.chat(problem.question + INSTRUCTION)
+            return loaded.chat(problem.question + INSTRUCTION)
         examples = (LATEX if self.task == "math" else WORDS)[: self.shots]
         texts = [f"Question: {question}\nAnswer: {solution}\n\n" for question, solution in examples]
-        return subject.prefix + subject.encode("".join(texts) + f"Question: {problem.question}\nAnswer:")
+        return loaded.prefix + loaded.encode("".join(texts) + f"Question: {problem.question}\nAnswer:")
 
-    def tokens_at_once(self, subject: Subject, samples: Mapping[str, Problem]) -> int:
+    def tokens_at_once(self, loaded: LoadedModel, samples: Mapping[str, Problem]) -> int:
         """The longest prompt and a completion that is cut off."""
-        return max(len(self.prompt(subject, sample)) for sample in samples.values()) + self.max_tokens
+        return max(len(self.prompt(loaded, sample)) for sample in samples.values()) + self.max_tokens
 
-    def measure(self, subject: Subject, samples: Mapping[str, Problem]) -> Iterator[Outcome]:
+    def measure(self, loaded: LoadedModel, samples: Mapping[str, Problem]) -> Iterator[Outcome]:
         """Has each problem answered."""
         names = list(samples)
-        prompts = [self.prompt(subject, samples[name]) for name in names]
+        prompts = [self.prompt(loaded, samples[name]) for name in names]
         stop = () if self.chat else ("Question:",)
-        for index, text in completions(subject, prompts, self.max_tokens, self.batch_tokens, stop):
+        for index, text in completions(loaded, prompts, self.max_tokens, self.batch_tokens, stop):
             right = samples[names[index]].answer
             answer = final_answer(text)
             solved = correct(answer.text, right)
-            tokens = float(len(subject.encode(text[: answer.start])))
+            tokens = float(len(loaded.encode(text[: answer.start])))
             everything = {"accuracy": float(solved), "stated": float(answer.stated), "tokens": tokens}
             yield Outcome(
                 names[index],
@@ -95,7 +95,7 @@ class Math(MathSettings, Probe[Problem]):
     def draw(self, report: Report, figure: Any) -> None:
         """Shares of all problems, and lengths by kind of problem; a bar for each model."""
         share, length = panels(figure, 2)
-        rows = {row["cell"]["problems"]: row for row in report.rows}
+        rows = {row["condition"]["problems"]: row for row in report.rows}
         shares, kinds = ("accuracy", "stated"), [kind for kind in ("all", "solved", "missed") if kind in rows]
         everything = zip(report.names, rows["all"]["models"], strict=True)
         bars(share, {name: [values[metric] for metric in shares] for name, values in everything})

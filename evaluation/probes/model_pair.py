@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from diffllama.configuration import baseline, preset
 from diffllama.evaluation.models import device
-from diffllama.evaluation.runs import Candidate, Probe, S
-from diffllama.evaluation.settings import MatchedSettings
+from diffllama.evaluation.runs import ModelSpec, Probe, S
+from diffllama.evaluation.settings import ModelPairSettings
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
 
@@ -32,7 +32,7 @@ Pair = dict[str, PreTrainedModel]
 
 
 @dataclass(kw_only=True)
-class Matched(MatchedSettings, Probe[S]):
+class ModelPairProbe(ModelPairSettings, Probe[S]):
     """Measures a pair of models that it makes itself.
 
     Args:
@@ -58,7 +58,7 @@ class Matched(MatchedSettings, Probe[S]):
             diff = make(diff_variant="v2", head_dim=diff.head_dim // 2, **doubled)
         return {"transformer": baseline(diff), "diff": diff}
 
-    def pair(self, dtype: str, **fields: Any) -> Candidate:
+    def pair(self, dtype: str, **fields: Any) -> ModelSpec:
         """Both models, their weights drawn after the same seed, with these fields set otherwise."""
         configs = self.configs(**fields)
 
@@ -73,4 +73,4 @@ class Matched(MatchedSettings, Probe[S]):
         with torch.device("meta"):
             parameters = {name: build(config).num_parameters() for name, config in configs.items()}
         facts = {"parameters": parameters, "dtype": dtype, "device": str(self.place)}
-        return Candidate(f"{self.variant} {self.size or 'small'}", facts, load)
+        return ModelSpec(f"{self.variant} {self.size or 'small'}", facts, load)

@@ -13,32 +13,32 @@ from diffllama.evaluation.datasets.data import Source, texts
 from diffllama.evaluation.datasets.haystack import CITIES, Haystack, Prompt
 from diffllama.evaluation.figures import finish, heat_map, panels
 from diffllama.evaluation.likelihood import completions
-from diffllama.evaluation.models import Subject
+from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report, Row, averages_over
 from diffllama.evaluation.settings import NeedlesSettings
 
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt, and the cell that its answer counts in."""
+    """A prompt, and the condition that its answer counts in."""
 
     prompt: Prompt
-    cell: dict[str, Any]
+    condition: dict[str, Any]
 
 
 @dataclass(kw_only=True)
 class Needles(NeedlesSettings, Probe[Task]):
     """Multi-needle retrieval: N cities get magic numbers in a text, R of them are asked for.
 
-    The first number that is asked for stands at the depth of its cell, the others anywhere. An answer counts by the
-    share of the R numbers in its first line. Greedy, and without a chat template: the prompt ends where the answer
-    begins.
+    The first requested number stands at the depth of its condition, the others anywhere. The score of an answer is the
+    fraction of the R requested numbers in its first line. Generation is greedy and without a chat template: the prompt
+    ends where the answer begins.
 
     Args:
         length: tokens of the prompts.
         depth: where the answer stands, 0 at the beginning of the text, 1 at its end.
-        needles: N/R.
-        samples_per_cell: prompts for each length, depth and N/R.
+        needles: `R_of_N`, such as 2_of_6.
+        samples_per_condition: prompts for each length, depth and entry of `needles`.
         batch_tokens: at most so many tokens of prompts are computed at once, or one prompt.
     """
 
@@ -48,81 +48,83 @@ class Needles(NeedlesSettings, Probe[Task]):
         """N and R of each entry of `needles`.
 
         Raises:
-            ValueError: an entry is not N/R.
+            ValueError: an entry is not `R_of_N`.
         """
         pairs = {}
         for entry in self.needles:
-            match = re.fullmatch(r"(\d+)/(\d+)", entry)
-            needles, queries = map(int, match.groups()) if match else (0, 0)
+            match = re.fullmatch(r"(\d+)_of_(\d+)", entry)
+            queries, needles = map(int, match.groups()) if match else (0, 0)
             if not 0 < queries <= needles <= len(CITIES):
-                raise ValueError(f"--needles must be N/R, such as 6/2, with R ≤ N ≤ {len(CITIES)}, got {entry!r}.")
+                raise ValueError(
+                    f"--needles must be R_of_N, such as 2_of_6, with R ≤ N ≤ {len(CITIES)}, got {entry!r}."
+                )
             pairs[entry] = needles, queries
         return pairs
 
-    def samples(self, source: Source | None, subject: Subject) -> Mapping[str, Task]:
+    def samples(self, source: Source | None, loaded: LoadedModel) -> Mapping[str, Task]:
         """Prompts: the same text, cities and numbers at every depth."""
         assert source is not None
         pairs = self.pairs()
-        haystack = Haystack(texts(source).values(), subject.tokenizer, max(self.length))
+        haystack = Haystack(texts(source).values(), loaded.tokenizer, max(self.length))
         return {
             f"{entry} {length} {depth} {number}": Task(
                 haystack.prompt(
-                    length=length - len(subject.prefix),
+                    length=length - len(loaded.prefix),
                     depth=depth,
                     needles=needles,
                     queries=queries,
                     seed=f"{self.seed} {entry} {length} {number}",
                 ),
-                {"N/R": entry, "length": length, "depth": depth},
+                {"needles": entry, "length": length, "depth": depth},
             )
             for entry, (needles, queries) in pairs.items()
             for length in self.length
             for depth in self.depth
-            for number in range(self.samples_per_cell)
+            for number in range(self.samples_per_condition)
         }
 
-    def answer_tokens(self, subject: Subject, queries: int) -> int:
+    def answer_tokens(self, loaded: LoadedModel, queries: int) -> int:
         """Tokens at which an answer with so many numbers is cut off."""
-        return queries * len(subject.encode(" 1234567 and")) + 4
+        return queries * len(loaded.encode(" 1234567 and")) + 4
 
-    def tokens_at_once(self, subject: Subject, samples: Mapping[str, Task]) -> int:
+    def tokens_at_once(self, loaded: LoadedModel, samples: Mapping[str, Task]) -> int:
         """The longest prompt and the longest answer."""
-        return max(self.length) + max(self.answer_tokens(subject, queries) for _, queries in self.pairs().values())
+        return max(self.length) + max(self.answer_tokens(loaded, queries) for _, queries in self.pairs().values())
 
-    def measure(self, subject: Subject, samples: Mapping[str, Task]) -> Iterator[Outcome]:
+    def measure(self, loaded: LoadedModel, samples: Mapping[str, Task]) -> Iterator[Outcome]:
         """Has each prompt answered, in one line."""
         for queries in sorted({queries for _, queries in self.pairs().values()}):
             names = [name for name, task in samples.items() if len(task.prompt.numbers) == queries]
-            prompts = [subject.prefix + subject.encode(samples[name].prompt.text) for name in names]
+            prompts = [loaded.prefix + loaded.encode(samples[name].prompt.text) for name in names]
             for index, text in completions(
-                subject, prompts, self.answer_tokens(subject, queries), self.batch_tokens, stop=["\n"]
+                loaded, prompts, self.answer_tokens(loaded, queries), self.batch_tokens, stop=["\n"]
             ):
                 task = samples[names[index]]
                 yield Outcome(
                     names[index],
-                    [Measurement(task.cell, {"accuracy": task.prompt.found(text)})],
+                    [Measurement(task.condition, {"accuracy": task.prompt.found(text)})],
                     {"answer": text, "numbers": task.prompt.numbers},
                 )
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
-        """Averages of the cells, then over depths, where a sample is one text at all of them."""
+        """Averages of the conditions, then over depths, where a sample is one text at all of them."""
         texts = averages_over("depth", measured, lambda name, outcome: str(outcome.detail["numbers"]))
         everywhere = super().rows(texts)
         for row in everywhere:
-            row["cell"]["depth"] = "all"
+            row["condition"]["depth"] = "all"
         return super().rows(measured) + everywhere
 
     def draw(self, report: Report, figure: Any) -> None:
-        """Depth × length heat maps, a row for each N/R and a column for each model."""
+        """Depth × length heat maps, a row for each entry of `needles` and a column for each model."""
         axes = panels(
             figure, len(self.needles) * len(report.names), 1.5 + 0.9 * len(self.length), rows=len(self.needles)
         )
         for number, one in enumerate(axes):
             entry, model = self.needles[number // len(report.names)], number % len(report.names)
             values = np.full((len(self.depth), len(self.length)), np.nan)
-            for row in report.select(**{"N/R": entry}):
-                if row["cell"]["depth"] != "all":
-                    at = self.depth.index(row["cell"]["depth"]), self.length.index(row["cell"]["length"])
+            for row in report.select(needles=entry):
+                if row["condition"]["depth"] != "all":
+                    at = self.depth.index(row["condition"]["depth"]), self.length.index(row["condition"]["length"])
                     values[at] = row["models"][model]["accuracy"]["mean"]
             heat_map(
                 one,
@@ -132,5 +134,5 @@ class Needles(NeedlesSettings, Probe[Task]):
                 limits=(0, 1),
                 show="{:.2f}".format,
             )
-            finish(one, "length (tokens)", "depth of the answer", f"{report.names[model]}\naccuracy, N/R = {entry}")
+            finish(one, "length (tokens)", "depth of the answer", f"{report.names[model]}\naccuracy, {entry}")
             one.grid(visible=False)

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from diffllama.evaluation.attention import AttentionCall, watched
 from diffllama.evaluation.datasets.data import Source, texts
 from diffllama.evaluation.figures import COLOURS, finish, panels
-from diffllama.evaluation.models import Subject
+from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.runs import Outcome, Probe, Report, Row
 from diffllama.evaluation.settings import OutliersSettings
 
@@ -117,14 +117,14 @@ class Outliers(OutliersSettings, Probe[list[int]]):
     dataset: ClassVar[str] = "novels"
     intervals: ClassVar[bool] = False
 
-    def samples(self, source: Source | None, subject: Subject) -> Mapping[str, list[int]]:
+    def samples(self, source: Source | None, loaded: LoadedModel) -> Mapping[str, list[int]]:
         """Pieces of texts, as token ids."""
         assert source is not None
-        found, pieces, size = texts(source), -(-self.tokens // self.length), self.length - len(subject.prefix)
+        found, pieces, size = texts(source), -(-self.tokens // self.length), self.length - len(loaded.prefix)
         each = -(-pieces // len(found))
-        ids = {name: subject.encode(text[: 16 * size * each]) for name, text in found.items()}
+        ids = {name: loaded.encode(text[: 16 * size * each]) for name, text in found.items()}
         samples = {
-            f"{name} {start}": subject.prefix + ids[name][start : start + size]
+            f"{name} {start}": loaded.prefix + ids[name][start : start + size]
             for start in range(0, size * each, size)
             for name in found
             if start + size <= len(ids[name])
@@ -133,10 +133,10 @@ class Outliers(OutliersSettings, Probe[list[int]]):
             raise ValueError(f"No text in {source.path} has {self.length:,} tokens. Ask for fewer with --length.")
         return dict(islice(samples.items(), pieces))
 
-    def measure(self, subject: Subject, samples: Mapping[str, list[int]]) -> Iterator[Outcome]:
+    def measure(self, loaded: LoadedModel, samples: Mapping[str, list[int]]) -> Iterator[Outcome]:
         """Keeps of each piece what adds up to the report."""
         for name, ids in samples.items():
-            found = magnitudes(subject.model, subject.tensor(ids))
+            found = magnitudes(loaded.model, loaded.tensor(ids))
             yield Outcome(name, [], {kind: one.detail() for kind, one in found.items()})
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
@@ -145,7 +145,7 @@ class Outliers(OutliersSettings, Probe[list[int]]):
         for kind, models in together(measured).items():
             values = [one.values() for one in models]
             row: Row = {
-                "cell": {"activation": kind},
+                "condition": {"activation": kind},
                 "samples": len(measured[0]),
                 "models": [{metric: {"mean": value} for metric, value in one.items()} for one in values],
             }

@@ -12,8 +12,8 @@ import torch
 from diffllama.evaluation.datasets.data import Source, texts
 from diffllama.evaluation.figures import bars, finish, panels
 from diffllama.evaluation.likelihood import token_log_probs
-from diffllama.evaluation.models import Subject
-from diffllama.evaluation.probes.long_text_probe import LongTexts
+from diffllama.evaluation.models import LoadedModel
+from diffllama.evaluation.probes.long_text_probe import LongTextProbe
 from diffllama.evaluation.runs import Measurement, Outcome, Report, Row
 from diffllama.evaluation.settings import RecallSettings
 
@@ -41,7 +41,7 @@ class Text:
 
 
 @dataclass(kw_only=True)
-class Recall(RecallSettings, LongTexts[Text]):
+class Recall(RecallSettings, LongTextProbe[Text]):
     """Average negative log-likelihood of slices of the tokens, after Zoology (arXiv 2312.04927).
 
     AR-hit (associative recall): the token is the last of an n-gram that the same text has shown before. Others: all
@@ -55,13 +55,13 @@ class Recall(RecallSettings, LongTexts[Text]):
         frequent: n-grams that are in the data's other texts more often than this count as others; by default none do.
     """
 
-    def samples(self, source: Source | None, subject: Subject) -> Mapping[str, Text]:
+    def samples(self, source: Source | None, loaded: LoadedModel) -> Mapping[str, Text]:
         """The beginnings of texts, and where they repeat an n-gram.
 
         Raises:
             ValueError: n-grams are to be counted, and there are no other texts.
         """
-        chosen = self.beginnings(source, subject)
+        chosen = self.beginnings(source, loaded)
         found = {name: repeated(ids, self.n) for name, ids in chosen.items()}
         common: set[tuple[int, ...]] = set()
         if self.frequent is not None:
@@ -70,17 +70,17 @@ class Recall(RecallSettings, LongTexts[Text]):
             if not others:
                 raise ValueError(f"--frequent needs texts besides the {len(chosen)} measured: lower --texts.")
             wanted = {gram for grams in found.values() for gram in grams.values()}
-            counts = Counter(gram for text in others for gram in ngrams(subject.encode(text), self.n) if gram in wanted)
+            counts = Counter(gram for text in others for gram in ngrams(loaded.encode(text), self.n) if gram in wanted)
             common = {gram for gram, count in counts.items() if count > self.frequent}
         return {
             name: Text(ids, [at for at, gram in found[name].items() if gram not in common])
             for name, ids in chosen.items()
         }
 
-    def measure(self, subject: Subject, samples: Mapping[str, Text]) -> Iterator[Outcome]:
+    def measure(self, loaded: LoadedModel, samples: Mapping[str, Text]) -> Iterator[Outcome]:
         """Averages each slice of a text, weighted by its number of tokens."""
         for name, text in samples.items():
-            losses = -token_log_probs(subject.model, subject.tensor(text.ids)).double()
+            losses = -token_log_probs(loaded.model, loaded.tensor(text.ids)).double()
             hit = torch.zeros(len(text.ids), dtype=torch.bool)
             hit[text.hits] = True
             slices = zip(SLICES, (losses[hit[1:]], losses[~hit[1:]], losses), strict=True)
@@ -102,18 +102,18 @@ class Recall(RecallSettings, LongTexts[Text]):
                     name: one.weight
                     for name, text in texts.items()
                     for one in text.measurements
-                    if one.cell == row["cell"]
+                    if one.condition == row["condition"]
                 }
                 for texts in measured
             ]
             shared = set.intersection(*map(set, weights))  # of which the averages are
             for numbers, tokens in zip(row["models"], weights, strict=True):
                 numbers["tokens"] = {"mean": sum(tokens[name] for name in shared)}
-        return sorted(rows, key=lambda row: SLICES.index(row["cell"]["slice"]))
+        return sorted(rows, key=lambda row: SLICES.index(row["condition"]["slice"]))
 
     def draw(self, report: Report, figure: Any) -> None:
         """Bars of the models for each slice."""
         (axes,) = panels(figure, 1)
         bars(axes, report.points("nll"))
-        axes.set_xticks(range(len(report.rows)), [row["cell"]["slice"] for row in report.rows])
+        axes.set_xticks(range(len(report.rows)), [row["condition"]["slice"] for row in report.rows])
         finish(axes, f"slice of the tokens ({self.n}-grams)", "NLL (nats per token)")

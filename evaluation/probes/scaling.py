@@ -13,7 +13,7 @@ from scipy.optimize import least_squares
 
 from diffllama.evaluation.datasets.data import Source, field, read_rows
 from diffllama.evaluation.figures import COLOURS, MARKERS, finish, panels
-from diffllama.evaluation.runs import Candidate, Cell, Measurement, Outcome, Probe, Report, Row
+from diffllama.evaluation.runs import Condition, Measurement, ModelSpec, Outcome, Probe, Report, Row
 from diffllama.evaluation.settings import ScalingSettings
 
 
@@ -71,13 +71,13 @@ class Curve:
     """Losses to fit.
 
     Args:
-        cell: over what, and what is fixed: {"over": "parameters", "tokens": 1e10}.
+        condition: over what, and what is fixed: {"over": "parameters", "tokens": 1e10}.
         points: by architecture.
         irreducible: whether to fit the irreducible loss.
         sizes: of DIFFs to compare.
     """
 
-    cell: Cell
+    condition: Condition
     points: dict[str, Points]
     irreducible: bool
     sizes: list[float]
@@ -88,12 +88,14 @@ class Curve:
         made = []
         for name, law in laws.items():
             error = math.sqrt(sum((law(x) - loss) ** 2 for x, loss in self.points[name]) / len(self.points[name]))
-            made.append(Measurement(self.cell | {"law": name}, asdict(law) | {"rms_error": error}))
+            made.append(Measurement(self.condition | {"law": name}, asdict(law) | {"rms_error": error}))
         for size in self.sizes:
             loss = laws["diff"](size)
             equal = laws["transformer"].inverse(loss)
             made.append(
-                Measurement(self.cell | {"diff": size}, {"loss": loss, "transformer": equal, "share": size / equal})
+                Measurement(
+                    self.condition | {"diff": size}, {"loss": loss, "transformer": equal, "share": size / equal}
+                )
             )
         return made
 
@@ -121,7 +123,7 @@ def curves(file: Path) -> list[Curve]:
     Raises:
         ValueError: a row is wrong, or there is no curve.
     """
-    found: dict[str, tuple[Cell, dict[str, Points]]] = {}
+    found: dict[str, tuple[Condition, dict[str, Points]]] = {}
     for row in read_rows(file):
         name = str(field(row, "architecture", file)).strip().lower()
         if name not in LABELS:
@@ -130,18 +132,18 @@ def curves(file: Path) -> list[Curve]:
         if not sizes:
             raise ValueError(f"{file} has a row with neither `parameters` nor `tokens`.")
         for over, x in sizes.items():
-            cell = {"over": over} | {other: value for other, value in sizes.items() if other != over}
-            _, points = found.setdefault(str(cell), (cell, {name: [] for name in LABELS}))
+            condition = {"over": over} | {other: value for other, value in sizes.items() if other != over}
+            _, points = found.setdefault(str(condition), (condition, {name: [] for name in LABELS}))
             points[name].append((x, number(row, "loss", file)))
     made = []
-    for cell, points in found.values():
+    for condition, points in found.values():
         fewest = min(len({x for x, _ in of_one}) for of_one in points.values())
         if fewest >= FEWEST:
             points = {name: sorted(of_one) for name, of_one in points.items()}
             for name, of_one in points.items():
                 if of_one[-1][1] >= of_one[0][1]:
-                    raise ValueError(f"{file} has losses of {name} that do not fall with {cell['over']}.")
-            made.append(Curve(cell, points, fewest > FEWEST, sorted({x for x, _ in points["diff"]})))
+                    raise ValueError(f"{file} has losses of {name} that do not fall with {condition['over']}.")
+            made.append(Curve(condition, points, fewest > FEWEST, sorted({x for x, _ in points["diff"]})))
     if not made:
         raise ValueError(
             f"{file} has no curve: it needs {FEWEST} or more `parameters` with equal `tokens`, or `tokens` with equal "
@@ -182,11 +184,11 @@ class Scaling(ScalingSettings, Probe[Curve]):
     dataset: ClassVar[str] = "scaling"
     intervals: ClassVar[bool] = False
 
-    def candidates(self) -> list[Candidate]:
+    def specs(self) -> list[ModelSpec]:
         """Nothing is loaded."""
-        return [Candidate("losses", {}, lambda: None)]
+        return [ModelSpec("losses", {}, lambda: None)]
 
-    def samples(self, source: Source | None, subject: None) -> Mapping[str, Curve]:
+    def samples(self, source: Source | None, loaded: None) -> Mapping[str, Curve]:
         """Each curve, whole and without each of its points."""
         assert source is not None
         return {
@@ -195,7 +197,7 @@ class Scaling(ScalingSettings, Probe[Curve]):
             for fit, one in enumerate((curve, *curve.without()))
         }
 
-    def measure(self, subject: None, samples: Mapping[str, Curve]) -> Iterator[Outcome]:
+    def measure(self, loaded: None, samples: Mapping[str, Curve]) -> Iterator[Outcome]:
         """Fits."""
         for name, curve in samples.items():
             yield Outcome(name, curve.measure(), {"points": curve.points})
@@ -210,10 +212,10 @@ class Scaling(ScalingSettings, Probe[Curve]):
                 for metric, value in first.values.items():
                     every = [value, *(one.values[metric] for one in same)]
                     numbers[metric] = {"mean": value, "low": min(every), "high": max(every)}
-                cell = first.cell
-                if "diff" in cell:
-                    cell = cell | {"range": "measured" if inside(first, points) else "extrapolated"}
-                rows.append({"cell": cell, "samples": sum(map(len, points.values())), "models": [numbers]})
+                condition = first.condition
+                if "diff" in condition:
+                    condition = condition | {"range": "measured" if inside(first, points) else "extrapolated"}
+                rows.append({"condition": condition, "samples": sum(map(len, points.values())), "models": [numbers]})
         return rows
 
     def draw(self, report: Report, figure: Any) -> None:
@@ -231,15 +233,15 @@ class Scaling(ScalingSettings, Probe[Curve]):
                 axes.plot(*zip(*points[name], strict=True), MARKERS[index], color=COLOURS[index], label=LABELS[name])
                 curve = map(PowerLaw(*(law.values[part] for part in "abc")), x)
                 axes.plot(x, list(curve), color=COLOURS[index])
-            cell = transformer.cell
+            condition = transformer.condition
             for pair in [pair for pair in pairs if inside(pair, points)][-1:]:
-                at, values = (pair.cell["diff"], pair.values["loss"]), pair.values
+                at, values = (pair.condition["diff"], pair.values["loss"]), pair.values
                 axes.annotate("", (values["transformer"], values["loss"]), at, arrowprops={"arrowstyle": "->"})
-                told = f"{values['share']:.1%} of the {cell['over']}"
+                told = f"{values['share']:.1%} of the {condition['over']}"
                 axes.annotate(told, at, (-4, -4), textcoords="offset points", ha="right", va="top")
             axes.set_xscale("log")
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:.2f}")
             axes.yaxis.set_minor_formatter("{x:.2f}")
-            fixed = [f"{cell[name]:,.0f} {name}" for name in ("parameters", "tokens") if name in cell]
-            finish(axes, cell["over"], "loss", *fixed)
+            fixed = [f"{condition[name]:,.0f} {name}" for name in ("parameters", "tokens") if name in condition]
+            finish(axes, condition["over"], "loss", *fixed)

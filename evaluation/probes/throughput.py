@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from diffllama.evaluation.datasets.data import Source
 from diffllama.evaluation.figures import bars, finish, panels
-from diffllama.evaluation.probes.model_pair import Matched, Pair
-from diffllama.evaluation.runs import Candidate, Measurement, Outcome, Report
+from diffllama.evaluation.probes.model_pair import ModelPairProbe, Pair
+from diffllama.evaluation.runs import Measurement, ModelSpec, Outcome, Report
 from diffllama.evaluation.settings import ThroughputSettings
 
 
@@ -43,7 +43,7 @@ def check(name: str, model: PreTrainedModel, ids: torch.Tensor) -> None:
 
 
 @dataclass(kw_only=True)
-class Throughput(ThroughputSettings, Matched[int]):
+class Throughput(ThroughputSettings, ModelPairProbe[int]):
     """Tokens per second of a DIFF and its matched Transformer, both with random weights and torch's own attention.
 
     Both models are in memory and take turns: a sample is a round, in which each is timed once for every length and
@@ -57,38 +57,38 @@ class Throughput(ThroughputSettings, Matched[int]):
         dtype: of the weights and the computation; `auto` is bfloat16 on a GPU, float32 elsewhere.
     """
 
-    def candidates(self) -> list[Candidate]:
+    def specs(self) -> list[ModelSpec]:
         """The pair, on this machine."""
         on_gpu = self.place.type == "cuda"
         pair = self.pair(("bfloat16" if on_gpu else "float32") if self.dtype == "auto" else self.dtype)
         machine = torch.cuda.get_device_name(self.place) if on_gpu else platform.processor() or platform.machine()
         return [replace(pair, facts=pair.facts | {"machine": machine, "threads": torch.get_num_threads()})]
 
-    def samples(self, source: Source | None, subject: Pair) -> Mapping[str, int]:
+    def samples(self, source: Source | None, loaded: Pair) -> Mapping[str, int]:
         """The rounds."""
         return {f"round {number}": number for number in range(self.rounds)}
 
-    def measure(self, subject: Pair, samples: Mapping[str, int]) -> Iterator[Outcome]:
+    def measure(self, loaded: Pair, samples: Mapping[str, int]) -> Iterator[Outcome]:
         """Checks the models, warms up, and times them in turn.
 
         Raises:
             ValueError: a loss or gradient is not finite.
         """
-        vocabulary = subject["diff"].config.vocab_size
+        vocabulary = loaded["diff"].config.vocab_size
         made = torch.Generator().manual_seed(self.seed)
         ids = [torch.randint(vocabulary, (self.batch, n), generator=made).to(self.place) for n in self.length]
-        cells = [(tokens, name) for tokens in ids for name in PASSES]
-        for name, model in subject.items():
+        conditions = [(tokens, name) for tokens in ids for name in PASSES]
+        for name, model in loaded.items():
             check(name, model, ids[0])
-        for tokens, name in WARM_UP * cells:
-            for model in subject.values():
+        for tokens, name in WARM_UP * conditions:
+            for model in loaded.values():
                 step(model, tokens, name)
         for sample, number in samples.items():
-            turn = list(subject)[:: -1 if number % 2 else 1]
+            turn = list(loaded)[:: -1 if number % 2 else 1]
             measurements = []
-            for tokens, name in cells:
-                times = {one: self.seconds(partial(step, subject[one], tokens, name)) for one in turn}
-                values = {f"{one}_tokens_per_second": tokens.numel() / times[one] for one in subject}
+            for tokens, name in conditions:
+                times = {one: self.seconds(partial(step, loaded[one], tokens, name)) for one in turn}
+                values = {f"{one}_tokens_per_second": tokens.numel() / times[one] for one in loaded}
                 values["ratio"] = times["transformer"] / times["diff"]
                 measurements.append(Measurement({"pass": name, "length": tokens.shape[1]}, values))
             yield Outcome(sample, measurements)
@@ -113,7 +113,7 @@ class Throughput(ThroughputSettings, Matched[int]):
             labelled = {"transformer": "Transformer", "diff": f"DIFF {self.variant.upper()}"}
             speeds = {model: [row["models"][0][f"{model}_tokens_per_second"] for row in rows] for model in labelled}
             bars(axes, {labelled[model]: points for model, points in speeds.items()})
-            labels = [f"{row['cell']['length']:,}\n{row['models'][0]['ratio']['mean']:.2f}×" for row in rows]
+            labels = [f"{row['condition']['length']:,}\n{row['models'][0]['ratio']['mean']:.2f}×" for row in rows]
             axes.set_xticks(range(len(rows)), labels)
             axes.margins(y=0.25)  # room for the legend
             finish(axes, "length (tokens), and DIFF's share of the Transformer's speed", "tokens per second", name)

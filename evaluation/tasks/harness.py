@@ -18,14 +18,14 @@ from diffllama.evaluation.datasets.data import Source, find
 from diffllama.evaluation.datasets.haystack import Prompt
 from diffllama.evaluation.datasets.multiple_choice import dataset_name, read
 from diffllama.evaluation.likelihood import likeliest
-from diffllama.evaluation.models import Subject
+from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.probes.needles import Needles
 
 
 RANGES: dict[str, tuple[type, float, float]] = {
     "length": (int, 1, math.inf),
     "depth": (float, 0, 1),
-    "samples_per_cell": (int, 1, math.inf),
+    "samples_per_condition": (int, 1, math.inf),
     "seed": (int, 0, math.inf),
 }
 """Settings of the probe of needles in `--metadata` -> their type, least and greatest value."""
@@ -133,14 +133,14 @@ def setting(name: str, value: Any) -> Any:
 def needles(
     needles: str, data: str | None = None, data_source: dict[str, bool] | None = None, **metadata: Any
 ) -> dict[str, Dataset]:
-    """The prompts of `diffllama probe needles` for one N/R.
+    """The prompts of `diffllama probe needles` for one entry of its `needles`.
 
     Args:
-        needles: N/R.
+        needles: `R_of_N`.
         data: of `--metadata`: a folder with `novels/`, or with long texts.
         data_source: the dictionary of that name in the task's metadata, see `given`.
-        metadata: `length` and `depth`, one or a list, `samples_per_cell` and `seed`, as the probe has them; and the
-            model's arguments, of which `tokenizer` or `pretrained` names what counts the tokens.
+        metadata: `length` and `depth`, one or a list, `samples_per_condition` and `seed`, as the probe has them; and
+            the model's arguments, of which `tokenizer` or `pretrained` names what counts the tokens.
 
     Raises:
         FileNotFoundError: there are no such data.
@@ -157,8 +157,8 @@ def needles(
     settings = {name: setting(name, metadata[name]) for name in RANGES if name in metadata}
     probe = Needles(needles=[needles], **settings)
     with given(probe.dataset, data, data_source) as source:
-        tasks = probe.samples(source, Subject(name=name, model=None, tokenizer=tokenizer))  # which needs no model
-    return {"test": Dataset.from_list([{"prompt": asdict(task.prompt), **task.cell} for task in tasks.values()])}
+        tasks = probe.samples(source, LoadedModel(name=name, model=None, tokenizer=tokenizer))  # which needs no model
+    return {"test": Dataset.from_list([{"prompt": asdict(task.prompt), **task.condition} for task in tasks.values()])}
 
 
 def share_found(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:

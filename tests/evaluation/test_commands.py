@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from diffllama.cli import app, main
 from diffllama.evaluation.commands import rounded, short, shown, tables
 from diffllama.evaluation.probes import PROBES, probe_class
-from support.tiny_loaded_models import tiny_subject
+from support.tiny_loaded_models import tiny_loaded_model
 from support.tiny_models import VARIANTS
 
 
@@ -35,8 +35,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of models: llama, v1, v2, and texts that they read."""
     folder = tmp_path_factory.mktemp("models")
     for kind in ("llama", *VARIANTS):
-        subject = tiny_subject(kind)
-        for part in (subject.model, subject.tokenizer):
+        loaded = tiny_loaded_model(kind)
+        for part in (loaded.model, loaded.tokenizer):
             part.save_pretrained(folder / kind)
     (folder / "night.txt").write_text("It was a dark and stormy night. " * 20)
     (folder / "day.txt").write_text("The day after was bright and still. " * 20)
@@ -151,8 +151,12 @@ def test_two_models_are_measured_told_and_not_measured_again(
     assert [model["variant"] for model in results["models"]] == [None, "v2"]
     lines = stdout.splitlines()
     for row in results["rows"]:
-        cells = [shown(one["nll"]) for one in (*row["models"], row["difference"])]
-        assert [line for line in lines if all(cell in line for cell in (f"{row['cell']['position']} ", *cells))]
+        conditions = [shown(one["nll"]) for one in (*row["models"], row["difference"])]
+        assert [
+            line
+            for line in lines
+            if all(condition in line for condition in (f"{row['condition']['position']} ", *conditions))
+        ]
 
     def measure(*arguments: Any) -> Any:
         raise AssertionError("measured again")
@@ -182,8 +186,8 @@ def test_an_interruption_leaves_what_was_measured(
     kind = probe_class("context")
     whole = kind.measure
 
-    def measure(self: Any, subject: Any, samples: Any) -> Any:
-        measured = whole(self, subject, samples)
+    def measure(self: Any, loaded: Any, samples: Any) -> Any:
+        measured = whole(self, loaded, samples)
         yield next(measured)
         raise KeyboardInterrupt
 
@@ -226,10 +230,11 @@ def test_each_kind_of_cell_has_a_table_with_every_model_and_number() -> None:
     report = SimpleNamespace(
         names=["[b]a", "b"],
         rows=[
-            {"cell": {"length": 16, "depth": 0.5}, "samples": 1200, "models": [{"x": one}, {"x": {"mean": 2}}],
+            {"condition": {"length": 16, "depth": 0.5}, "samples": 1200, "models": [{"x": one}, {"x": {"mean": 2}}],
              "difference": {"x": {"mean": 1}}},
-            {"cell": {"length": 32, "depth": 1e6}, "samples": 1, "models": [{"x": {"mean": 3}}, {"x": {"mean": 4}}]},
-            {"cell": {"law": "[red]"}, "samples": 2, "models": [{}, {"y": {"mean": 5}}]},
+            {"condition": {"length": 32, "depth": 1e6}, "samples": 1,
+             "models": [{"x": {"mean": 3}}, {"x": {"mean": 4}}]},
+            {"condition": {"law": "[red]"}, "samples": 2, "models": [{}, {"y": {"mean": 5}}]},
         ],
     )  # fmt: skip
     first, second = tables(report)

@@ -6,7 +6,7 @@ import pytest
 
 from diffllama.evaluation import judge
 from diffllama.evaluation.judge import Judge, Verdict, agreement, fleiss_kappa, verdict
-from support.fake_judge import Answer, Endpoint
+from support.fake_judge import Answer, FakeJudge
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_judge_is_asked_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Endpoint(lambda body, count: "Yes.") as endpoint:
+    with FakeJudge(lambda body, count: "Yes.") as endpoint:
         assert Judge(endpoint.url, "one").ask("Is it so?") == "Yes."
         monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
         assert Judge(f"{endpoint.url}/", "two").ask("Sure?") == "Yes."
@@ -30,7 +30,7 @@ def test_a_judge_is_asked_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_judge_that_recovers(status: int) -> None:
-    with Endpoint(lambda body, count: "Yes." if count == 2 else (status, "busy")) as endpoint:
+    with FakeJudge(lambda body, count: "Yes." if count == 2 else (status, "busy")) as endpoint:
         assert Judge(endpoint.url, "one").ask("?") == "Yes."
 
 
@@ -43,19 +43,19 @@ def test_a_judge_that_recovers(status: int) -> None:
     ],
 )
 def test_a_judge_that_refuses(answer: Answer, requests: int, says: str) -> None:
-    with Endpoint(lambda body, count: answer) as endpoint, pytest.raises(ConnectionError, match=says):
+    with FakeJudge(lambda body, count: answer) as endpoint, pytest.raises(ConnectionError, match=says):
         Judge(endpoint.url, "one").ask("?")
     assert len(endpoint.bodies) == requests
 
 
 @pytest.mark.parametrize("body", ["<html>", "[]", '{"choices": []}', '{"choices": [{"text": "Yes."}]}', '{"error": 1}'])
 def test_a_reply_that_is_no_completion(body: str) -> None:
-    with Endpoint(lambda *_: (200, body)) as endpoint, pytest.raises(ValueError, match="sent no chat completion: "):
+    with FakeJudge(lambda *_: (200, body)) as endpoint, pytest.raises(ValueError, match="sent no chat completion: "):
         Judge(endpoint.url, "one").ask("?")
 
 
 def test_a_reply_without_content_is_empty() -> None:
-    with Endpoint(lambda *_: (200, '{"choices": [{"message": {"content": null}}]}')) as endpoint:
+    with FakeJudge(lambda *_: (200, '{"choices": [{"message": {"content": null}}]}')) as endpoint:
         assert Judge(endpoint.url, "one").ask("?") == ""
 
 
@@ -67,7 +67,7 @@ def test_a_judge_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
         over.wait(10)
         return "Yes."
 
-    with Endpoint(wait) as endpoint:
+    with FakeJudge(wait) as endpoint:
         with pytest.raises(ConnectionError, match=r"does not answer: .*timed out"):
             Judge(endpoint.url, "one", timeout=0.05).ask("?")
         over.set()

@@ -5,15 +5,15 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM
 
 from diffllama.evaluation.likelihood import batches, completions, continuation_log_probs, token_log_probs
-from diffllama.evaluation.models import Subject
-from support.rule_based_lm import RuledModel, ruled
+from diffllama.evaluation.models import LoadedModel
+from support.rule_based_lm import RuleBasedLM, rule_based_lm
 from support.tiny_models import VARIANTS, tiny_model, tiny_tokenizer, tokens
 
 
 @pytest.fixture
-def subject() -> Subject:
-    tokenizer = ruled(lambda _: "", "").tokenizer
-    return Subject(name="tiny", model=tiny_model(vocab_size=len(tokenizer)), tokenizer=tokenizer)
+def loaded() -> LoadedModel:
+    tokenizer = rule_based_lm(lambda _: "", "").tokenizer
+    return LoadedModel(name="tiny", model=tiny_model(vocab_size=len(tokenizer)), tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 29, 30, 64])
@@ -31,40 +31,40 @@ def test_batches_are_of_equal_lengths_and_bounded() -> None:
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 1000])
-def test_continuations_are_scored_as_one_by_one(subject: Subject, batch_tokens: int) -> None:
+def test_continuations_are_scored_as_one_by_one(loaded: LoadedModel, batch_tokens: int) -> None:
     pairs = [("the sea ", "is"), ("the sea", " is"), ("a ", "boat"), ("a", " ship"), ("", "ab")]
-    found = dict(continuation_log_probs(subject, pairs, batch_tokens))
+    found = dict(continuation_log_probs(loaded, pairs, batch_tokens))
     for index, (context, continuation) in enumerate(pairs):
-        ids = subject.tensor(subject.encode(context + continuation))
-        start = max(1, len(subject.encode(context.rstrip())))
-        whole = subject.model(ids).logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[start - 1 :, 0]
+        ids = loaded.tensor(loaded.encode(context + continuation))
+        start = max(1, len(loaded.encode(context.rstrip())))
+        whole = loaded.model(ids).logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[start - 1 :, 0]
         assert found[index] == pytest.approx(whole.sum().item(), rel=1e-5)
 
 
 def test_a_sure_model_gives_its_answer_probability_one() -> None:
-    subject = ruled(lambda question: " 7" if "city" in question else " 8", after="is")
+    loaded = rule_based_lm(lambda question: " 7" if "city" in question else " 8", after="is")
     pairs = [("The city is ", "7"), ("The dog is", " 8"), ("The dog is ", "7")]
-    assert dict(continuation_log_probs(subject, pairs)) == {0: 0.0, 1: 0.0, 2: float("-inf")}
+    assert dict(continuation_log_probs(loaded, pairs)) == {0: 0.0, 1: 0.0, 2: float("-inf")}
 
 
 def test_completions_are_what_generate_makes() -> None:
-    subject = ruled(lambda question: question[:3].upper(), after=": ")
-    prompts = [subject.encode(text) for text in ("abc: ", "defg: ", "hij: ")]
-    assert dict(completions(subject, prompts, 8)) == {0: "ABC", 1: "DEF", 2: "HIJ"}
-    assert dict(completions(subject, prompts, 2)) == {0: "AB", 1: "DE", 2: "HI"}
+    loaded = rule_based_lm(lambda question: question[:3].upper(), after=": ")
+    prompts = [loaded.encode(text) for text in ("abc: ", "defg: ", "hij: ")]
+    assert dict(completions(loaded, prompts, 8)) == {0: "ABC", 1: "DEF", 2: "HIJ"}
+    assert dict(completions(loaded, prompts, 2)) == {0: "AB", 1: "DE", 2: "HI"}
 
 
 def test_completions_end_before_the_first_stop_string() -> None:
-    subject = ruled(lambda question: f" {question[0]} and so on. The end.", after=": ")
-    prompts = [subject.encode(text) for text in ("abc: ", "def: ")]
+    loaded = rule_based_lm(lambda question: f" {question[0]} and so on. The end.", after=": ")
+    prompts = [loaded.encode(text) for text in ("abc: ", "def: ")]
     for stop in (["The", " so", "sun"], [" so", "The"]):
-        assert dict(completions(subject, prompts, 40, stop=stop)) == {0: " a and", 1: " d and"}
-    assert dict(completions(subject, prompts[:1], 40, stop=["sun"])) == {0: " a and so on. The end."}
+        assert dict(completions(loaded, prompts, 40, stop=stop)) == {0: " a and", 1: " d and"}
+    assert dict(completions(loaded, prompts[:1], 40, stop=["sun"])) == {0: " a and so on. The end."}
 
 
 def test_a_stop_string_is_one_of_the_completion_alone() -> None:
-    subject = ruled(lambda question: "\nb", after="a\n")
-    assert dict(completions(subject, [subject.encode("a\n")], 9, stop=["\n\n"])) == {0: "\nb"}
+    loaded = rule_based_lm(lambda question: "\nb", after="a\n")
+    assert dict(completions(loaded, [loaded.encode("a\n")], 9, stop=["\n\n"])) == {0: "\nb"}
 
 
 def test_whole_words_end_at_a_stop_string_row_by_row() -> None:
@@ -75,18 +75,18 @@ def test_whole_words_end_at_a_stop_string_row_by_row() -> None:
         calls.append(ids)
         return {ids[-1] + 1: 0.0}
 
-    subject = Subject(name="words", model=RuledModel(next_word, 97).eval(), tokenizer=tokenizer)
+    loaded = LoadedModel(name="words", model=RuleBasedLM(next_word, 97).eval(), tokenizer=tokenizer)
     prompts = [[9, 10], [14, 15], [16, 17]]  # what stands in the prompt does not count
-    found = dict(completions(subject, prompts, 40, stop=["w17", "w20 w21"]))
+    found = dict(completions(loaded, prompts, 40, stop=["w17", "w20 w21"]))
     assert found == {0: "w11 w12 w13 w14 w15 w16 ", 1: "w16 ", 2: "w18 w19 "}
     assert max(map(len, calls)) == len(prompts[0]) + 6  # nobody goes on after the last has ended
 
 
 def test_a_checkpoints_own_penalties_do_not_apply() -> None:
-    subject = ruled(lambda question: "aaaa", after=": ")
-    subject.model.generation_config.repetition_penalty = 5.0
-    subject.model.generation_config.no_repeat_ngram_size = 2
-    assert dict(completions(subject, [subject.encode("abc: ")], 4)) == {0: "aaaa"}
+    loaded = rule_based_lm(lambda question: "aaaa", after=": ")
+    loaded.model.generation_config.repetition_penalty = 5.0
+    loaded.model.generation_config.no_repeat_ngram_size = 2
+    assert dict(completions(loaded, [loaded.encode("abc: ")], 4)) == {0: "aaaa"}
 
 
 def test_a_recurrent_model_is_refused() -> None:

@@ -11,8 +11,8 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from diffllama.evaluation.models import OWN_FILES, ModelSource, Subject, digest
-from support.tiny_loaded_models import tiny_subject
+from diffllama.evaluation.models import OWN_FILES, LoadedModel, ModelSource, digest
+from support.tiny_loaded_models import tiny_loaded_model
 from support.tiny_models import tiny_model, tiny_tokenizer
 
 
@@ -86,14 +86,16 @@ class TestModelSource:
             seen.add(source.facts()["sha256"])
         assert len(seen) == 4
 
-    @pytest.mark.parametrize(("dtype", "loaded"), [("auto", torch.bfloat16), ("float32", torch.float32)])
-    def test_a_model_is_loaded_as_asked_in_evaluation_mode(self, dtype: str, loaded: torch.dtype, folder: Path) -> None:
-        subject = ModelSource(name=str(folder), dtype=dtype, device="cpu").load()
-        assert subject.model.dtype == loaded
-        assert not subject.model.training
-        assert subject.model.config.diff_variant == "v2"
-        assert subject.encode("w7 w9") == [7, 9]
-        assert subject.tensor([7, 9]).tolist() == [[7, 9]]
+    @pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.bfloat16), ("float32", torch.float32)])
+    def test_a_model_is_loaded_as_asked_in_evaluation_mode(
+        self, dtype: str, expected: torch.dtype, folder: Path
+    ) -> None:
+        loaded = ModelSource(name=str(folder), dtype=dtype, device="cpu").load()
+        assert loaded.model.dtype == expected
+        assert not loaded.model.training
+        assert loaded.model.config.diff_variant == "v2"
+        assert loaded.encode("w7 w9") == [7, 9]
+        assert loaded.tensor([7, 9]).tolist() == [[7, 9]]
 
     def test_weights_whose_hash_is_not_taken_are_not_loaded(self, folder: Path) -> None:
         weights = load_file(folder / "model.safetensors")
@@ -110,7 +112,7 @@ class TestModelSource:
             ModelSource(name=str(folder), device="cpu").load()
 
     def test_another_models_tokenizer_is_told(self, folder: Path) -> None:
-        tiny_subject("llama").tokenizer.save_pretrained(folder)
+        tiny_loaded_model("llama").tokenizer.save_pretrained(folder)
         with pytest.raises(ValueError, match="97 embeddings for a tokenizer of 257 tokens"):
             ModelSource(name=str(folder), device="cpu").load()
 
@@ -151,25 +153,25 @@ class TestModelSource:
 
 
 def test_the_prefix_is_what_the_tokenizer_puts_before_texts() -> None:
-    subject = tiny_subject("v1")
-    assert subject.prefix == []
+    loaded = tiny_loaded_model("v1")
+    assert loaded.prefix == []
     tokenizer = tiny_tokenizer()
-    assert Subject(name="a", model=subject.model, tokenizer=tokenizer).prefix == []
+    assert LoadedModel(name="a", model=loaded.model, tokenizer=tokenizer).prefix == []
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    assert Subject(name="a", model=subject.model, tokenizer=tokenizer).prefix == [1]
+    assert LoadedModel(name="a", model=loaded.model, tokenizer=tokenizer).prefix == [1]
 
 
 def test_a_tokenizer_without_a_token_for_the_probed_text_is_refused() -> None:
-    subject = tiny_subject("v1")
+    loaded = tiny_loaded_model("v1")
     backend = Tokenizer(BPE({"<s>": 0, "b": 1}, []))  # leaves out what it does not know
     backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     with pytest.raises(ValueError, match=r"The tokenizer of a makes \[\] of `a`, but \[0\] with special tokens"):
-        _ = Subject(name="a", model=subject.model, tokenizer=tokenizer).prefix
+        _ = LoadedModel(name="a", model=loaded.model, tokenizer=tokenizer).prefix
 
 
 def test_a_prefix_may_be_several_tokens_and_not_the_one_of_beginning() -> None:
-    subject, tokenizer = tiny_subject("llama"), tiny_tokenizer()
+    loaded, tokenizer = tiny_loaded_model("llama"), tiny_tokenizer()
     special = [("<|user|>", 4), ("<s>", 1), ("</s>", 2)]
     tokenizer._tokenizer.post_processor = TemplateProcessing(single="<|user|> <s> $A </s>", special_tokens=special)
-    assert Subject(name="a", model=subject.model, tokenizer=tokenizer).prefix == [4, 1]
+    assert LoadedModel(name="a", model=loaded.model, tokenizer=tokenizer).prefix == [4, 1]

@@ -40,7 +40,7 @@ def test_a_command_has_the_settings_of_its_result(line: str) -> None:
 
 
 LABELS = {
-    "", "N/R", "arrangement", "bits", "demonstrations", "depth", "length", "pass", "position", "problems", "slice",
+    "", "needles", "arrangement", "bits", "demonstrations", "depth", "length", "pass", "position", "problems", "slice",
     "step",
 }  # fmt: skip
 """Headers of columns that say what a row is about."""
@@ -53,7 +53,7 @@ METRICS = {
 
 
 def tables(text: str) -> Iterator[tuple[dict[str, str], str, str]]:
-    """What each cell of a section's tables says: the row's labels, the column's header, and the number."""
+    """What each condition of a section's tables says: the row's labels, the column's header, and the number."""
     lines = [[part.strip() for part in line[1:-1].split("|")] for line in text.splitlines() if line.startswith("| ")]
     header: list[str] = []
     for before, line in pairwise([[], *lines]):
@@ -66,12 +66,12 @@ def tables(text: str) -> Iterator[tuple[dict[str, str], str, str]]:
 
 
 def measured(probe: str, row: dict[str, str], column: str) -> tuple[dict[str, Any], str]:
-    """The cell and the metric of a probe's results that a cell of its table is of."""
+    """The condition and the metric of a probe's results that a condition of its table is of."""
     metric = METRICS.get(column, column)
     match probe:
         case "needles":
             length = int(column.removesuffix(" tokens").replace(",", ""))
-            return {"N/R": row["N/R"], "length": length, "depth": "all"}, "accuracy"
+            return {"needles": row["needles"], "length": length, "depth": "all"}, "accuracy"
         case "attention":
             return {"depth": float(row["depth"]), "shares": "signed"}, metric
         case "context":
@@ -100,8 +100,8 @@ def test_every_number_of_a_table_is_the_one_that_was_measured_there(name: str) -
     told = list(tables(section))
     assert len(told) >= 4
     for labels, column, text in told:
-        cell, metric = measured(result["probe"], labels, column)
-        (row,) = [row for row in result["rows"] if cell.items() <= row["cell"].items()]
+        condition, metric = measured(result["probe"], labels, column)
+        (row,) = [row for row in result["rows"] if condition.items() <= row["condition"].items()]
         only = {"Llama": row["models"][:1], "DIFF": row["models"][1:]}.get(labels.get("", "").rpartition(", ")[2])
         for model in only or row["models"]:
             digits = len(text.partition(".")[2])

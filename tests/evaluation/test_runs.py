@@ -17,28 +17,28 @@ import diffllama
 from diffllama.checkpoints import versions
 from diffllama.evaluation import runs
 from diffllama.evaluation.datasets.data import Source
-from diffllama.evaluation.models import Subject, digest
+from diffllama.evaluation.models import LoadedModel, digest
 from diffllama.evaluation.runs import (
-    Candidate,
-    Kept,
     Measurement,
+    ModelSpec,
     Outcome,
     Probe,
     Report,
     Row,
+    SampleStore,
     average,
     averages_over,
     resampled,
     run,
 )
-from support.tiny_loaded_models import tiny_subject
+from support.tiny_loaded_models import tiny_loaded_model
 
 
-def outcomes(*values: float, weights: Sequence[float] = (), **cell: Any) -> dict[str, Outcome]:
+def outcomes(*values: float, weights: Sequence[float] = (), **condition: Any) -> dict[str, Outcome]:
     """A sample for each value of `x`."""
     weights = weights or [1.0] * len(values)
     return {
-        f"s{at}": Outcome(f"s{at}", [Measurement(cell, {"x": value}, weight)])
+        f"s{at}": Outcome(f"s{at}", [Measurement(condition, {"x": value}, weight)])
         for at, (value, weight) in enumerate(zip(values, weights, strict=True))
     }
 
@@ -51,7 +51,7 @@ def only(rows: list[runs.Row]) -> dict[str, Any]:
 class TestAverage:
     def test_a_mean_is_weighted(self) -> None:
         row = only(average([outcomes(1, 2, 4, weights=(1, 1, 2), at=7)], seed=0, intervals=False))
-        assert row == {"cell": {"at": 7}, "samples": 3, "models": [{"x": {"mean": 11 / 4}}]}
+        assert row == {"condition": {"at": 7}, "samples": 3, "models": [{"x": {"mean": 11 / 4}}]}
 
     def test_equal_values_have_an_interval_of_no_width(self) -> None:
         row = only(average([outcomes(*6 * [0.5], weights=(1, 2, 3, 1, 2, 3))], seed=0, intervals=True))
@@ -93,7 +93,9 @@ class TestAverage:
         one = {name: Outcome(name, outcome.measurements * 2) for name, outcome in outcomes(1, 2, at=1).items()}
         for outcome in one.values():
             outcome.measurements[1] = Measurement({"at": 2}, {"x": 9})
-        assert [row["cell"] for row in average([one, outcomes(1, 2, at=1)], seed=0, intervals=False)] == [{"at": 1}]
+        assert [row["condition"] for row in average([one, outcomes(1, 2, at=1)], seed=0, intervals=False)] == [
+            {"at": 1}
+        ]
 
     @pytest.mark.parametrize("count", [1, 2, 5])
     def test_fewer_than_six_samples_have_no_interval(self, count: int) -> None:
@@ -138,11 +140,11 @@ class Squares(Probe[int]):
     count: Annotated[int, typer.Option()] = 4
     values: Annotated[list[float], typer.Option()] = dataclasses.field(default_factory=list)
 
-    def samples(self, source: Source | None, subject: Any) -> Mapping[str, int]:
+    def samples(self, source: Source | None, loaded: Any) -> Mapping[str, int]:
         return {f"{number}²\u2028": number for number in range(self.count)}
 
-    def measure(self, subject: Any, samples: Mapping[str, int]) -> Iterator[Outcome]:
-        offset = subject if isinstance(subject, int) else 0
+    def measure(self, loaded: Any, samples: Mapping[str, int]) -> Iterator[Outcome]:
+        offset = loaded if isinstance(loaded, int) else 0
         for name, number in samples.items():
             yield Outcome(name, [Measurement({"of": "é"}, {"x": offset + number**2})], {"text": "日本\n"})
 
@@ -156,15 +158,15 @@ class Broken(Squares):
     after: ClassVar[int]
     error: ClassVar[type[BaseException]] = KeyboardInterrupt
 
-    def measure(self, subject: Any, samples: Mapping[str, int]) -> Iterator[Outcome]:
-        for number, outcome in enumerate(super().measure(subject, samples)):
+    def measure(self, loaded: Any, samples: Mapping[str, int]) -> Iterator[Outcome]:
+        for number, outcome in enumerate(super().measure(loaded, samples)):
             if number == self.after:
                 raise self.error
             yield outcome
 
 
-def candidate(subject: Any = 0, name: str = "model") -> Candidate:
-    return Candidate(name, {"sha256": str(subject)}, lambda: subject)
+def spec(loaded: Any = 0, name: str = "model") -> ModelSpec:
+    return ModelSpec(name, {"sha256": str(loaded)}, lambda: loaded)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -177,7 +179,7 @@ LINE = Outcome("a", []).line.encode() + b"\n"
 
 class TestRun:
     def test_what_a_run_writes(self, tmp_path: Path) -> None:
-        report = run(Squares(seed=5, count=6), [candidate(1, "a"), candidate(3, "b")], output=tmp_path)
+        report = run(Squares(seed=5, count=6), [spec(1, "a"), spec(3, "b")], output=tmp_path)
         assert {*files(tmp_path)} == {"results.json", "figure.png", "samples-1.jsonl", "samples-2.jsonl"}
         assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
         results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
@@ -195,9 +197,9 @@ class TestRun:
         assert row["difference"]["x"] == pytest.approx({"mean": 2, "low": 2, "high": 2})
 
     def test_a_loaded_model_is_described(self, tmp_path: Path) -> None:
-        (facts,) = run(Squares(), [candidate(tiny_subject("v2"))], output=tmp_path).record["models"]
+        (facts,) = run(Squares(), [spec(tiny_loaded_model("v2"))], output=tmp_path).record["models"]
         del facts["sha256"]
-        parameters = tiny_subject("v2").model.num_parameters()
+        parameters = tiny_loaded_model("v2").model.num_parameters()
         assert facts == {
             "model_type": "diff_llama", "variant": "v2", "parameters": parameters, "dtype": "float32", "device": "cpu",
             "attention": "sdpa", "positions": 1024,
@@ -211,23 +213,23 @@ class TestRun:
         monkeypatch.setattr(Broken, "after", after, raising=False)
         monkeypatch.setattr(Broken, "error", error)
         told = []
-        run(Squares(), [candidate()], output=tmp_path / "whole")
+        run(Squares(), [spec()], output=tmp_path / "whole")
         with pytest.raises(error):
-            run(Broken(), [candidate()], output=tmp_path / "broken")
+            run(Broken(), [spec()], output=tmp_path / "broken")
         assert {*files(tmp_path / "broken")} == {"samples-1.jsonl"}
-        run(Squares(), [candidate()], output=tmp_path / "broken", progress=lambda *done: told.append(done))
+        run(Squares(), [spec()], output=tmp_path / "broken", progress=lambda *done: told.append(done))
         assert files(tmp_path / "broken") == files(tmp_path / "whole")
         assert told == [("model", done, 4) for done in range(after, 5)]
 
     def test_a_finished_run_measures_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        run(Squares(), [candidate()], output=tmp_path)
+        run(Squares(), [spec()], output=tmp_path)
         before = files(tmp_path)
         monkeypatch.setattr(Broken, "after", 0, raising=False)
-        run(Broken(), [candidate()], output=tmp_path)
+        run(Broken(), [spec()], output=tmp_path)
         assert files(tmp_path) == before
 
     @pytest.mark.parametrize(
-        ("probe", "subject", "data", "field"),
+        ("probe", "loaded", "data", "field"),
         [
             (Squares(count=5), 0, "1", r"settings\.count"),
             (Squares(seed=1), 0, "1", r"settings\.seed"),
@@ -237,32 +239,32 @@ class TestRun:
         ],
     )
     def test_samples_of_another_run_are_refused_and_left(
-        self, probe: Squares, subject: int, data: str, field: str, tmp_path: Path
+        self, probe: Squares, loaded: int, data: str, field: str, tmp_path: Path
     ) -> None:
         file = tmp_path / "data"
         file.write_text("1")
-        run(Squares(), [candidate()], output=tmp_path / "out", data=file)
+        run(Squares(), [spec()], output=tmp_path / "out", data=file)
         before = files(tmp_path / "out")
         file.write_text(data)
         with pytest.raises(ValueError, match=rf"samples-1\.jsonl has .* differs in {field}\. .*--output"):
-            run(probe, [candidate(subject)], output=tmp_path / "out", data=file)
+            run(probe, [spec(loaded)], output=tmp_path / "out", data=file)
         assert files(tmp_path / "out") == before
 
     def test_samples_that_other_code_or_libraries_computed_are_refused(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        run(Squares(), [candidate()], output=tmp_path)
+        run(Squares(), [spec()], output=tmp_path)
         for field in ("code", "torch", "transformers"):
             with monkeypatch.context() as patch:
                 patch.setattr(runs, "computed_by", lambda field=field: COMPUTED_BY | {field: "another"})
                 with pytest.raises(ValueError, match=rf"differs in computed_by\.{field}\."):
-                    run(Squares(), [candidate()], output=tmp_path)
+                    run(Squares(), [spec()], output=tmp_path)
 
     def test_a_run_goes_on_at_another_commit_and_by_another_name(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def named(name: str) -> Candidate:
-            return Candidate(name, {"name": name, "commit": name, "sha256": "0"}, lambda: 0)
+        def named(name: str) -> ModelSpec:
+            return ModelSpec(name, {"name": name, "commit": name, "sha256": "0"}, lambda: 0)
 
         (tmp_path / "data").write_text("1")
         run(Squares(), [named("a")], output=tmp_path / "out", data=tmp_path / "data")
@@ -288,10 +290,10 @@ class TestRun:
     def test_a_second_run_into_one_folder_is_refused(self, tmp_path: Path) -> None:
         def load() -> int:
             with pytest.raises(ValueError, match=r"Another run is writing into .*: wait .* folder with --output"):
-                run(Squares(), [candidate()], output=tmp_path / "out")
+                run(Squares(), [spec()], output=tmp_path / "out")
             return 0
 
-        run(Squares(), [Candidate("a", {}, load)], output=tmp_path / "out")
+        run(Squares(), [ModelSpec("a", {}, load)], output=tmp_path / "out")
 
     def test_what_limits_the_numbers_is_told_before_they_are_measured_and_kept(self, tmp_path: Path) -> None:
         @dataclass(kw_only=True)
@@ -300,7 +302,7 @@ class TestRun:
 
         told: list[str] = []
 
-        def measure(subject: Any, samples: Mapping[str, int]) -> Iterator[Outcome]:
+        def measure(loaded: Any, samples: Mapping[str, int]) -> Iterator[Outcome]:
             assert told == [
                 "1,025 tokens are more than the 1,024 positions of model (`max_position_embeddings`), "
                 "which it was not made for."
@@ -309,18 +311,18 @@ class TestRun:
 
         probe = Long()
         probe.measure = measure  # type: ignore[method-assign]
-        report = run(probe, [candidate(tiny_subject("v1"))], output=tmp_path, note=told.append)
+        report = run(probe, [spec(tiny_loaded_model("v1"))], output=tmp_path, note=told.append)
         assert told[1:] == ["Averages of fewer than 6 samples have no interval."]
         assert report.json()["notes"] == told
         assert (
-            run(Long(length=1024), [candidate(tiny_subject("v1"))], output=tmp_path / "b").record["notes"] == told[1:]
+            run(Long(length=1024), [spec(tiny_loaded_model("v1"))], output=tmp_path / "b").record["notes"] == told[1:]
         )
 
     def test_a_second_model_of_another_run_is_told_before_the_first_is_measured(self, tmp_path: Path) -> None:
-        run(Squares(), [candidate(0), candidate(1)], output=tmp_path)
+        run(Squares(), [spec(0), spec(1)], output=tmp_path)
         (tmp_path / "samples-1.jsonl").unlink()
         with pytest.raises(ValueError, match=r"samples-2\.jsonl .* differs in model\.sha256"):
-            run(Squares(), [Candidate("a", {}, lambda: pytest.fail("loaded")), candidate(2)], output=tmp_path)
+            run(Squares(), [ModelSpec("a", {}, lambda: pytest.fail("loaded")), spec(2)], output=tmp_path)
 
     @pytest.mark.parametrize(
         "content", [b"hello\n", b'{"probe": "squares"}\n{}\n', b"\xff\n", b"{}\n7\n", b"7\n" + LINE]
@@ -328,21 +330,21 @@ class TestRun:
     def test_a_file_that_is_something_else_is_refused_and_left(self, content: bytes, tmp_path: Path) -> None:
         (tmp_path / "samples-1.jsonl").write_bytes(content)
         with pytest.raises(ValueError, match=r"samples-1\.jsonl has .* Name another folder with --output"):
-            run(Squares(), [candidate()], output=tmp_path)
+            run(Squares(), [spec()], output=tmp_path)
         assert files(tmp_path) == {"samples-1.jsonl": content}
 
     def test_a_run_that_measured_nothing_is_in_nobodys_way(self, tmp_path: Path) -> None:
-        run(Squares(), [candidate()], output=tmp_path / "whole")
+        run(Squares(), [spec()], output=tmp_path / "whole")
         with pytest.raises(FileNotFoundError):
-            run(Squares(count=3), [Candidate("a", {}, lambda: Path("nowhere").read_text())], output=tmp_path / "out")
+            run(Squares(count=3), [ModelSpec("a", {}, lambda: Path("nowhere").read_text())], output=tmp_path / "out")
         assert len((tmp_path / "out" / "samples-1.jsonl").read_text().splitlines()) == 1
-        run(Squares(), [candidate()], output=tmp_path / "out")
+        run(Squares(), [spec()], output=tmp_path / "out")
         assert files(tmp_path / "out") == files(tmp_path / "whole")
 
     def test_output_may_not_be_a_file(self, tmp_path: Path) -> None:
         (tmp_path / "out").write_text("mine")
         with pytest.raises(NotADirectoryError, match=r"out is no folder\. Name one with --output"):
-            run(Squares(), [candidate()], output=tmp_path / "out")
+            run(Squares(), [spec()], output=tmp_path / "out")
         assert (tmp_path / "out").read_text() == "mine"
 
     def test_a_folder_that_cannot_be_written_is_told_before_a_model_is_loaded(
@@ -353,7 +355,7 @@ class TestRun:
 
         monkeypatch.setattr(Path, "write_bytes", refuse)
         with pytest.raises(PermissionError, match="Permission denied"):
-            run(Squares(), [Candidate("a", {}, lambda: pytest.fail("loaded"))], output=tmp_path)
+            run(Squares(), [ModelSpec("a", {}, lambda: pytest.fail("loaded"))], output=tmp_path)
 
     @pytest.mark.parametrize("name", ["results.json", "figure.png"])
     def test_a_file_appears_complete_or_not_at_all(
@@ -369,11 +371,11 @@ class TestRun:
             with monkeypatch.context() as patch:
                 patch.setattr(Path, "write_bytes", half)
                 with pytest.raises(OSError, match="No space left"):
-                    run(Squares(), [candidate()], output=tmp_path)
+                    run(Squares(), [spec()], output=tmp_path)
 
         fails()
         assert not (tmp_path / name).exists()
-        run(Squares(), [candidate()], output=tmp_path)
+        run(Squares(), [spec()], output=tmp_path)
         before = (tmp_path / name).read_bytes()
         fails()
         assert (tmp_path / name).read_bytes() == before
@@ -384,27 +386,27 @@ class TestRun:
 
         monkeypatch.setattr(Squares, "draw", draw)
         with pytest.raises(ZeroDivisionError):
-            run(Squares(), [candidate()], output=tmp_path)
+            run(Squares(), [spec()], output=tmp_path)
         assert json.loads((tmp_path / "results.json").read_text())["rows"]
         assert not (tmp_path / "figure.png").exists()
 
     def test_the_first_model_is_gone_when_the_second_is_loaded(self, tmp_path: Path) -> None:
         alive: list[weakref.ref[Any]] = []
 
-        def load() -> Subject:
+        def load() -> LoadedModel:
             assert [reference for reference in alive if reference() is not None] == []
-            subject = tiny_subject("v1")
-            subject.model.itself = [subject.model]  # as a model with a cycle is
-            alive.append(weakref.ref(subject.model))
-            return subject
+            loaded = tiny_loaded_model("v1")
+            loaded.model.itself = [loaded.model]  # as a model with a cycle is
+            alive.append(weakref.ref(loaded.model))
+            return loaded
 
-        run(Squares(), [Candidate(name, {}, load) for name in "ab"], output=tmp_path)
+        run(Squares(), [ModelSpec(name, {}, load) for name in "ab"], output=tmp_path)
         assert len(alive) == 2
 
     def test_json_is_valid_though_a_number_is_none_and_a_run_goes_on_with_it(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def measure(self: Squares, subject: Any, samples: Mapping[str, int]) -> Iterator[Outcome]:
+        def measure(self: Squares, loaded: Any, samples: Mapping[str, int]) -> Iterator[Outcome]:
             for name, number in samples.items():
                 x = [1.0, float("inf"), float("-inf"), float("nan")][number]
                 yield Outcome(name, [Measurement({"of": number}, {"x": x})], {"logits": [x]})
@@ -416,7 +418,7 @@ class TestRun:
 
         written = []
         for _ in range(2):
-            run(Squares(), [candidate()], output=tmp_path)
+            run(Squares(), [spec()], output=tmp_path)
             for file in ("results.json", "samples-1.jsonl"):
                 text = (tmp_path / file).read_text(encoding="utf-8")
                 lines = [text] if file == "results.json" else text.split("\n")[:-1]
@@ -426,16 +428,16 @@ class TestRun:
         assert means == [1.0, "inf", "-inf", "nan"]
 
 
-class TestKept:
+class TestSampleStore:
     HEADER: ClassVar[dict[str, Any]] = {"probe": "squares", "settings": {"name": "größer", "lengths": (1, 2)}}
 
     def whole(self, file: Path) -> dict[str, Outcome]:
         """Three samples in a file, which is made or gone on with."""
-        kept = Kept(file, self.HEADER)
+        store = SampleStore(file, self.HEADER)
         for name in ("α", "β", "\u2028γ"):
-            if name not in kept.outcomes:
-                kept.add(Outcome(name, [Measurement({"at": (1, 2)}, {"x": 1 / 3}, 0.1)], {"text": "日本\r\n"}))
-        return kept.outcomes
+            if name not in store.outcomes:
+                store.add(Outcome(name, [Measurement({"at": (1, 2)}, {"x": 1 / 3}, 0.1)], {"text": "日本\r\n"}))
+        return store.outcomes
 
     def test_a_file_cut_at_any_byte_is_gone_on_with(self, tmp_path: Path) -> None:
         file = tmp_path / "samples.jsonl"
@@ -445,25 +447,25 @@ class TestKept:
         assert len(ends) == 4
         for cut in range(len(content) + 1):
             file.write_bytes(content[:cut])
-            assert len(Kept(file, self.HEADER).outcomes) == max(0, sum(end <= cut for end in ends) - 1)
+            assert len(SampleStore(file, self.HEADER).outcomes) == max(0, sum(end <= cut for end in ends) - 1)
             assert self.whole(file) == outcomes
             assert file.read_bytes() == content
 
     def test_samples_are_read_as_they_were_measured(self, tmp_path: Path) -> None:
         measured = self.whole(tmp_path / "samples.jsonl")
-        assert Kept(tmp_path / "samples.jsonl", self.HEADER).outcomes == measured
+        assert SampleStore(tmp_path / "samples.jsonl", self.HEADER).outcomes == measured
         assert measured["α"] == Outcome("α", [Measurement({"at": [1, 2]}, {"x": 1 / 3}, 0.1)], {"text": "日本\r\n"})
 
 
 def test_averages_over_a_field_are_of_each_unit_by_itself() -> None:
-    cells = [{"length": length, "depth": depth} for length in (1, 2) for depth in (0.0, 0.5)]
+    conditions = [{"length": length, "depth": depth} for length in (1, 2) for depth in (0.0, 0.5)]
     outcomes = {
-        f"{number} {text}": Outcome(f"{number} {text}", [Measurement(cell, {"x": number + 10.0 * (text == "b")})])
-        for number, cell in enumerate(cells)
+        f"{number} {text}": Outcome(f"{number} {text}", [Measurement(condition, {"x": number + 10.0 * (text == "b")})])
+        for number, condition in enumerate(conditions)
         for text in "ab"
     }
     (found,) = averages_over("depth", [outcomes], lambda name, outcome: name.split()[1])
-    assert [(one.measurements[0].cell, one.measurements[0].values) for one in found.values()] == [
+    assert [(one.measurements[0].condition, one.measurements[0].values) for one in found.values()] == [
         ({"length": 1}, {"x": 0.5}),
         ({"length": 1}, {"x": 10.5}),
         ({"length": 2}, {"x": 2.5}),
@@ -472,14 +474,16 @@ def test_averages_over_a_field_are_of_each_unit_by_itself() -> None:
 
 
 def test_points_are_a_metric_of_rows_by_model() -> None:
-    rows: list[Row] = [{"cell": {"at": at}, "models": [{"x": {"mean": at}}, {"x": {"mean": -at}}]} for at in (1, 2)]
+    rows: list[Row] = [
+        {"condition": {"at": at}, "models": [{"x": {"mean": at}}, {"x": {"mean": -at}}]} for at in (1, 2)
+    ]
     report = Report(Squares(), ["a", "b"], rows, [], {})
     assert report.points("x") == {"a": [{"mean": 1}, {"mean": 2}], "b": [{"mean": -1}, {"mean": -2}]}
     assert report.points("x", rows[1:]) == {"a": [{"mean": 2}], "b": [{"mean": -2}]}
 
 
 def test_rows_are_selected_by_their_cells() -> None:
-    rows = [{"cell": {"length": 1, "depth": depth}} for depth in (0.0, 0.5)] + [{"cell": {"length": 2}}]
+    rows = [{"condition": {"length": 1, "depth": depth}} for depth in (0.0, 0.5)] + [{"condition": {"length": 2}}]
     report = Report(Squares(), ["a"], rows, [], {})
     assert report.select(length=1, depth=0.5) == [rows[1]]
     assert report.select(length=1) == rows[:2]

@@ -12,7 +12,7 @@ Answer = str | tuple[int, str]
 """A completion's text; or status and body of another response."""
 
 
-class Endpoint:
+class FakeJudge:
     """Answers `POST /v1/chat/completions` by a rule, and keeps the requests. A context manager.
 
     Args:
@@ -46,7 +46,7 @@ class Endpoint:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
 
-    def __enter__(self) -> "Endpoint":
+    def __enter__(self) -> "FakeJudge":
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         return self
 

@@ -4,18 +4,18 @@ import math
 
 import torch
 
-from diffllama.evaluation.models import Subject
-from support.tiny_loaded_models import tiny_subject
+from diffllama.evaluation.models import LoadedModel
+from support.tiny_loaded_models import tiny_loaded_model
 
 
 @torch.no_grad()
-def planted(
+def planted_model(
     kind: str, markers: str = "0123456789", score: float = 60.0, second: float = 60.0, lambda_: float = 0.25
-) -> Subject:
-    """A subject in which every query scores the letters in `markers`, and all other keys 0, in every layer and head.
+) -> LoadedModel:
+    """A model in which every query scores the letters in `markers`, and all other keys 0, in every layer and head.
 
     Args:
-        kind: as `tiny_subject` takes it.
+        kind: as `tiny_loaded_model` takes it.
         markers: letters of one byte each.
         score: of a marker in the first maps of differential heads, and in all maps of a Llama.
         second: of a marker in the second maps.
@@ -24,11 +24,11 @@ def planted(
     The hidden states are the embeddings, [1, 1, 0, …] and of markers [1, 0, 1, …], in all layers: nothing is added to
     them. Nothing is rotated.
     """
-    subject = tiny_subject(kind)
-    model = subject.model
+    loaded = tiny_loaded_model(kind)
+    model = loaded.model
     embeddings = model.get_input_embeddings().weight.zero_()
     embeddings[:, :2] = 1
-    embeddings[subject.encode(markers), 1:3] = torch.tensor([0.0, 1])
+    embeddings[loaded.encode(markers), 1:3] = torch.tensor([0.0, 1])
     normed = 1 / math.sqrt(2 / model.config.hidden_size + model.config.rms_norm_eps)  # of a 1 in the normed states
     model.model.rotary_emb.inv_freq.zero_()
     for layer in model.model.layers:
@@ -47,4 +47,4 @@ def planted(
             attention.lambda_init = lambda_
         if kind == "v2":
             attention.lambda_proj.weight.zero_()[:, 0] = math.log(lambda_ / (1 - lambda_)) / normed
-    return subject
+    return loaded

@@ -8,14 +8,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Cache, GenerationMixin, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from diffllama.evaluation.models import Subject
+from diffllama.evaluation.models import LoadedModel
 
 
 Rule = Callable[[list[int]], dict[int, float]]
 """Token ids so far -> logits of the next token; of those that it leaves out, minus infinity."""
 
 
-class RuledModel(PreTrainedModel, GenerationMixin):
+class RuleBasedLM(PreTrainedModel, GenerationMixin):
     """Logits by a rule, with a cache and without."""
 
     config_class = LlamaConfig
@@ -57,8 +57,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", pad_token="<end>")
 
 
-def ruled(answer: Callable[[str], str], after: str) -> Subject:
-    """A subject with a token for each byte that answers a text which ends in `after`, letter by letter, and ends."""
+def rule_based_lm(answer: Callable[[str], str], after: str) -> LoadedModel:
+    """A model with a token for each byte that answers a text which ends in `after`, letter by letter, and ends."""
     tokenizer = byte_tokenizer()
 
     def next_token(ids: list[int]) -> dict[int, float]:
@@ -66,4 +66,4 @@ def ruled(answer: Callable[[str], str], after: str) -> Subject:
         rest = tokenizer.encode(answer(question + after))[len(tokenizer.encode(said)) :]
         return {rest[0] if rest else tokenizer.eos_token_id: 0.0}
 
-    return Subject(name="ruled", model=RuledModel(next_token, len(tokenizer)).eval(), tokenizer=tokenizer)
+    return LoadedModel(name="rule_based_lm", model=RuleBasedLM(next_token, len(tokenizer)).eval(), tokenizer=tokenizer)

@@ -3,7 +3,7 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from diffllama.evaluation.models import Subject
+from diffllama.evaluation.models import LoadedModel
 from support.rule_based_lm import byte_tokenizer
 from support.tiny_models import VARIANTS, tiny_model
 
@@ -11,7 +11,7 @@ from support.tiny_models import VARIANTS, tiny_model
 KINDS = ("llama", *VARIANTS)
 
 
-def tiny_subject(kind: str) -> Subject:
+def tiny_loaded_model(kind: str) -> LoadedModel:
     """A Llama or one of ours, for texts up to 1024 bytes, a token each."""
     tokenizer = byte_tokenizer()
     if kind in VARIANTS:
@@ -29,4 +29,4 @@ def tiny_subject(kind: str) -> Subject:
         )
         torch.manual_seed(0)
         model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
-    return Subject(name=kind, model=model, tokenizer=tokenizer)
+    return LoadedModel(name=kind, model=model, tokenizer=tokenizer)

@@ -10,10 +10,10 @@ import torch
 from diffllama.evaluation.datasets import classification
 from diffllama.evaluation.datasets.classification import Example, Prompt, classify, option_ids, read_examples
 from diffllama.evaluation.datasets.data import Source, find
-from diffllama.evaluation.models import Subject
+from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.settings import ClassificationTask
-from support.rule_based_lm import RuledModel, byte_tokenizer, ruled
-from support.tiny_loaded_models import KINDS, tiny_subject
+from support.rule_based_lm import RuleBasedLM, byte_tokenizer, rule_based_lm
+from support.tiny_loaded_models import KINDS, tiny_loaded_model
 from support.tiny_models import EVERY_FEATURE, tiny_model
 
 
@@ -136,80 +136,80 @@ def test_missing_files(tmp_path: Path) -> None:
         read_examples("trec", Source(tmp_path / "train.txt", built_in=False))
 
 
-def answered(subject: Subject, questions: list[str], labels: list[str], context: str = "x") -> list[str]:
-    options = option_ids(subject, ":", {label: f" {label}\n" for label in labels})
-    shared = subject.encode(context)
-    prompts = [Prompt(shared, subject.encode(f"{question}:"), options) for question in questions]
-    return [label for _, label in sorted(classify(subject, prompts))]
+def answered(loaded: LoadedModel, questions: list[str], labels: list[str], context: str = "x") -> list[str]:
+    options = option_ids(loaded, ":", {label: f" {label}\n" for label in labels})
+    shared = loaded.encode(context)
+    prompts = [Prompt(shared, loaded.encode(f"{question}:"), options) for question in questions]
+    return [label for _, label in sorted(classify(loaded, prompts))]
 
 
 def test_answers_are_the_models_if_they_are_classes() -> None:
-    subject = ruled(lambda text: f" {text[-5:-1]}\n", after=":")
+    loaded = rule_based_lm(lambda text: f" {text[-5:-1]}\n", after=":")
     labels = ["time", "timer", "time ta", "date"]
-    subject_long = ruled(lambda text: " " + text[1:-1] + "\n", after=":")
-    assert answered(subject, ["time", "date"], labels) == ["time", "date"]
-    assert answered(subject_long, ["timer", "time", "time ta", "date"], labels) == ["timer", "time", "time ta", "date"]
+    long_answers = rule_based_lm(lambda text: " " + text[1:-1] + "\n", after=":")
+    assert answered(loaded, ["time", "date"], labels) == ["time", "date"]
+    assert answered(long_answers, ["timer", "time", "time ta", "date"], labels) == ["timer", "time", "time ta", "date"]
 
 
 def test_a_model_that_prefers_the_impossible_is_forced_to_a_class() -> None:
     # at any place z is likeliest, then the latest letter of the alphabet: of t(ar), t(ea) and a(le) it goes to t, e
     alphabet = byte_tokenizer()
     logits = {alphabet.encode(letter)[0]: float(ord(letter)) for letter in "abcdefghijklmnopqrstuvwxyz"}
-    subject = Subject(name="z", model=RuledModel(lambda _: logits, len(alphabet)).eval(), tokenizer=alphabet)
-    assert answered(subject, ["what", "why not"], ["tar", "ale", "tea"]) == ["tea", "tea"]
+    loaded = LoadedModel(name="z", model=RuleBasedLM(lambda _: logits, len(alphabet)).eval(), tokenizer=alphabet)
+    assert answered(loaded, ["what", "why not"], ["tar", "ale", "tea"]) == ["tea", "tea"]
 
 
 def test_scores_that_are_no_numbers_make_no_class() -> None:
     tokenizer = byte_tokenizer()
-    model = RuledModel(lambda _: dict.fromkeys(range(257), float("nan")), len(tokenizer)).eval()
+    model = RuleBasedLM(lambda _: dict.fromkeys(range(257), float("nan")), len(tokenizer)).eval()
     with pytest.raises(ValueError, match=r"not numbers \(NaN\) in float32\. Try another --dtype"):
-        answered(Subject(name="broken", model=model, tokenizer=tokenizer), ["what"], ["time", "date"])
+        answered(LoadedModel(name="broken", model=model, tokenizer=tokenizer), ["what"], ["time", "date"])
 
 
 def test_one_class_needs_no_model() -> None:
-    subject = Subject(name="none", model=tiny_subject("v1").model, tokenizer=byte_tokenizer())
-    assert answered(subject, ["a", "b"], ["only"]) == ["only", "only"]
+    loaded = LoadedModel(name="none", model=tiny_loaded_model("v1").model, tokenizer=byte_tokenizer())
+    assert answered(loaded, ["a", "b"], ["only"]) == ["only", "only"]
 
 
 def test_classes_that_the_tokenizer_does_not_tell_apart() -> None:
-    subject = ruled(lambda _: "", "")
-    with pytest.raises(ValueError, match="tokenizer of ruled does not tell the classes time and timer apart"):
-        option_ids(subject, ":", {"date": "date", "timer": "timer", "time": "time"})
+    loaded = rule_based_lm(lambda _: "", "")
+    with pytest.raises(ValueError, match="tokenizer of rule_based_lm does not tell the classes time and timer apart"):
+        option_ids(loaded, ":", {"date": "date", "timer": "timer", "time": "time"})
 
 
 @torch.inference_mode()
-def whole(subject: Subject, prompt: Prompt) -> str:
+def whole(loaded: LoadedModel, prompt: Prompt) -> str:
     """Constrained greedy decoding that computes everything anew for every token."""
     said: list[int] = []
     while True:
         left = {label: ids for label, ids in prompt.options.items() if ids[: len(said)] == said}
         if len(left) == 1:
             return next(iter(left))
-        logits = subject.model(subject.tensor(prompt.context + prompt.question + said), use_cache=False).logits[0, -1]
+        logits = loaded.model(loaded.tensor(prompt.context + prompt.question + said), use_cache=False).logits[0, -1]
         said.append(max({ids[len(said)] for ids in left.values()}, key=lambda token: logits[token].item()))
 
 
-def subjects() -> list[Subject]:
+def loaded_models() -> list[LoadedModel]:
     windows = tiny_model("v2", attn_implementation="sdpa", vocab_size=257, **EVERY_FEATURE)
-    named = Subject(name="windows", model=windows, tokenizer=byte_tokenizer())
-    return [*map(tiny_subject, KINDS), named]
+    named = LoadedModel(name="windows", model=windows, tokenizer=byte_tokenizer())
+    return [*map(tiny_loaded_model, KINDS), named]
 
 
-@pytest.mark.parametrize("subject", subjects(), ids=lambda subject: subject.name)
-def test_a_shared_context_changes_no_answer(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("loaded", loaded_models(), ids=lambda loaded: loaded.name)
+def test_a_shared_context_changes_no_answer(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(classification, "CHUNK", 16)
     monkeypatch.setattr(classification, "BATCH_TOKENS", 200)
     labels = [first + second for first in "abcdefghijklmnopqrstuvwxyz" for second in ("", "a", "e")]
-    options = option_ids(subject, ":", {label: f" {label}\n" for label in labels})
-    first = subject.encode("a sea: tide\nan hour: time\n")
-    contexts = [first, first + subject.encode("a day: date\n"), subject.encode("a friend: mate\na point: east\n")]
+    options = option_ids(loaded, ":", {label: f" {label}\n" for label in labels})
+    first = loaded.encode("a sea: tide\nan hour: time\n")
+    contexts = [first, first + loaded.encode("a day: date\n"), loaded.encode("a friend: mate\na point: east\n")]
     questions = ["bread", "a longer question", "cloud", "wheat", "another question", "rain", "x"]
-    prompts = [Prompt(context, subject.encode(f"{one}:"), options) for context in contexts for one in questions]
+    prompts = [Prompt(context, loaded.encode(f"{one}:"), options) for context in contexts for one in questions]
     forwards: list[tuple[int, ...]] = []
-    handle = subject.model.register_forward_pre_hook(lambda _, inputs: forwards.append(tuple(inputs[0].shape)))
-    found = dict(classify(subject, prompts))
+    handle = loaded.model.register_forward_pre_hook(lambda _, inputs: forwards.append(tuple(inputs[0].shape)))
+    found = dict(classify(loaded, prompts))
     handle.remove()
-    expected = [whole(subject, prompt) for prompt in prompts]
+    expected = [whole(loaded, prompt) for prompt in prompts]
     assert [found[index] for index in range(len(prompts))] == expected
     assert len(set(expected)) > 2  # of several classes, so that a wrong context would show
     contexts_computed = [shape for shape in forwards if shape[1] in (16, 10, 12, 13)]  # no question is so long

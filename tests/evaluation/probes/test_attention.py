@@ -14,11 +14,11 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from diffllama.evaluation.datasets.data import Source
 from diffllama.evaluation.datasets.haystack import HEAD, ask
-from diffllama.evaluation.models import Subject
+from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.probes.attention import AttentionToAnswer, Passage, last_rows
-from diffllama.evaluation.runs import Candidate, Report, run
-from support.planted_attention import planted
-from support.tiny_loaded_models import KINDS, tiny_subject
+from diffllama.evaluation.runs import ModelSpec, Report, run
+from support.planted_attention import planted_model
+from support.tiny_loaded_models import KINDS, tiny_loaded_model
 from support.tiny_models import tiny_tokenizer
 
 
@@ -35,19 +35,19 @@ def data(tmp_path: Path) -> Path:
     return file
 
 
-def passages(probe: AttentionToAnswer, subject: Subject, data: Path) -> dict[str, Passage]:
-    return dict(probe.samples(Source(data, built_in=False), subject))
+def passages(probe: AttentionToAnswer, loaded: LoadedModel, data: Path) -> dict[str, Passage]:
+    return dict(probe.samples(Source(data, built_in=False), loaded))
 
 
-def shares(subject: Subject, passage: Passage) -> dict[str, dict[str, float]]:
+def shares(loaded: LoadedModel, passage: Passage) -> dict[str, dict[str, float]]:
     """Kind of shares -> its numbers."""
-    (outcome,) = AttentionToAnswer().measure(subject, {"one": passage})
-    return {one.cell["shares"]: one.values for one in outcome.measurements}
+    (outcome,) = AttentionToAnswer().measure(loaded, {"one": passage})
+    return {one.condition["shares"]: one.values for one in outcome.measurements}
 
 
-def counted(subject: Subject, passage: Passage) -> tuple[int, int, int]:
+def counted(loaded: LoadedModel, passage: Passage) -> tuple[int, int, int]:
     """Letters of the prompt, of its text, and of the answer in it, found by eye."""
-    prompt = subject.tokenizer.decode(passage.ids)
+    prompt = loaded.tokenizer.decode(passage.ids)
     _, text, question = prompt.split("\n\n")
     assert question.startswith("Question: What is the magic number of ")
     (needle,) = NEEDLE.findall(text)
@@ -56,10 +56,10 @@ def counted(subject: Subject, passage: Passage) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_to_the_answer_alone(kind: str, data: Path) -> None:
-    subject = planted(kind)
-    for passage in passages(AttentionToAnswer(length=LENGTH, samples_per_cell=1), subject, data).values():
+    loaded = planted_model(kind)
+    for passage in passages(AttentionToAnswer(length=LENGTH, samples_per_condition=1), loaded, data).values():
         whole = 1 if kind == "llama" else 0.75
-        for values in shares(subject, passage).values():
+        for values in shares(loaded, passage).values():
             assert values == pytest.approx({"answer": 1, "noise": 0, "other": 0, "sum": whole}, abs=1e-5)
 
 
@@ -67,24 +67,24 @@ def test_attention_to_the_answer_alone(kind: str, data: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_uniform_attention(kind: str, lambda_: float, data: Path) -> None:
     """Of n tokens each has 1 / n, signed and absolute, and a row's sum is 1 - λ."""
-    subject = planted(kind, score=0, second=0, lambda_=lambda_)
-    passage = passages(AttentionToAnswer(length=LENGTH, depth=[0.5], samples_per_cell=1), subject, data)["0.5 0"]
-    n, text, answer = counted(subject, passage)
+    loaded = planted_model(kind, score=0, second=0, lambda_=lambda_)
+    passage = passages(AttentionToAnswer(length=LENGTH, depth=[0.5], samples_per_condition=1), loaded, data)["0.5 0"]
+    n, text, answer = counted(loaded, passage)
     expected = {"answer": answer / n, "noise": (text - answer) / n, "other": (n - text) / n}
     whole = 1 if kind == "llama" else 1 - lambda_
-    for values in shares(subject, passage).values():
+    for values in shares(loaded, passage).values():
         assert values == pytest.approx(expected | {"sum": whole}, rel=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "lambda_"), [("v1", 0.25), ("v1", 1.0), ("v1", 1.5), ("v2", 0.25), ("v2", 0.75)])
 def test_first_maps_on_the_answer_and_second_maps_uniform(kind: str, lambda_: float, data: Path) -> None:
     """A1 has 1/7 for each digit, A2 1/n for each token: the noise is negative, and no share is of a sum of 0."""
-    subject = planted(kind, second=0, lambda_=lambda_)
-    passage = passages(AttentionToAnswer(length=LENGTH, depth=[0.25], samples_per_cell=1), subject, data)["0.25 0"]
-    n, text, answer = counted(subject, passage)
+    loaded = planted_model(kind, second=0, lambda_=lambda_)
+    passage = passages(AttentionToAnswer(length=LENGTH, depth=[0.25], samples_per_condition=1), loaded, data)["0.25 0"]
+    n, text, answer = counted(loaded, passage)
     parts = {part: -lambda_ * count / n for part, count in (("noise", text - answer), ("other", n - text))}
     parts["answer"] = 1 - lambda_ * answer / n
-    found = shares(subject, passage)
+    found = shares(loaded, passage)
     if lambda_ == 1:
         assert "signed" not in found
     else:
@@ -98,42 +98,42 @@ def test_first_maps_on_the_answer_and_second_maps_uniform(kind: str, lambda_: fl
 
 def test_every_head_and_layer_counts_by_what_it_gives(data: Path) -> None:
     """One layer of two has λ = 0.5 and looks at the answer, the other λ = 0.9 and looks at all alike."""
-    subject = planted("v1", lambda_=0.5)
-    last = subject.model.model.layers[1].self_attn
+    loaded = planted_model("v1", lambda_=0.5)
+    last = loaded.model.model.layers[1].self_attn
     last.lambda_init = 0.9
     last.q_proj.weight.data.zero_()
-    passage = passages(AttentionToAnswer(length=LENGTH, depth=[0.5], samples_per_cell=1), subject, data)["0.5 0"]
-    n, _, answer = counted(subject, passage)
-    assert shares(subject, passage)["signed"]["answer"] == pytest.approx((0.5 + 0.1 * answer / n) / 0.6, rel=1e-4)
-    (outcome,) = AttentionToAnswer().measure(subject, {"one": passage})
+    passage = passages(AttentionToAnswer(length=LENGTH, depth=[0.5], samples_per_condition=1), loaded, data)["0.5 0"]
+    n, _, answer = counted(loaded, passage)
+    assert shares(loaded, passage)["signed"]["answer"] == pytest.approx((0.5 + 0.1 * answer / n) / 0.6, rel=1e-4)
+    (outcome,) = AttentionToAnswer().measure(loaded, {"one": passage})
     assert outcome.detail["layers"]["signed"]["answer"] == pytest.approx([0.5, 0.1 * answer / n], rel=1e-4)
 
 
 def test_maps_that_cancel_have_no_shares(data: Path) -> None:
-    subject = planted("v1", lambda_=1.0)
-    (passage,) = passages(AttentionToAnswer(length=LENGTH, depth=[0], samples_per_cell=1), subject, data).values()
-    (outcome,) = AttentionToAnswer().measure(subject, {"one": passage})
+    loaded = planted_model("v1", lambda_=1.0)
+    (passage,) = passages(AttentionToAnswer(length=LENGTH, depth=[0], samples_per_condition=1), loaded, data).values()
+    (outcome,) = AttentionToAnswer().measure(loaded, {"one": passage})
     assert outcome.measurements == []
     assert not torch.tensor(outcome.detail["map"]).any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_the_last_of_the_maps_that_eager_returns(kind: str) -> None:
-    subject = tiny_subject(kind)
-    ids = subject.tensor(subject.encode("A boat lies in the harbour."))
-    signed, absolute = last_rows(subject.model, ids)
-    subject.model.set_attn_implementation("eager")
-    maps = torch.stack(subject.model(ids, output_attentions=True).attentions)[:, 0, :, -1].double()
+    loaded = tiny_loaded_model(kind)
+    ids = loaded.tensor(loaded.encode("A boat lies in the harbour."))
+    signed, absolute = last_rows(loaded.model, ids)
+    loaded.model.set_attn_implementation("eager")
+    maps = torch.stack(loaded.model(ids, output_attentions=True).attentions)[:, 0, :, -1].double()
     torch.testing.assert_close(signed, maps.mean(1), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(absolute, maps.abs().mean(1), rtol=1e-4, atol=1e-6)
 
 
 def test_spans_of_tokens_are_those_of_the_letters(data: Path) -> None:
-    subject = tiny_subject("llama")
-    found = passages(AttentionToAnswer(length=LENGTH, samples_per_cell=2), subject, data)
+    loaded = tiny_loaded_model("llama")
+    found = passages(AttentionToAnswer(length=LENGTH, samples_per_condition=2), loaded, data)
     assert len({tuple(passage.ids) for passage in found.values()}) == len(found) == 10
     for name, passage in found.items():
-        prompt = subject.tokenizer.decode(passage.ids)
+        prompt = loaded.tokenizer.decode(passage.ids)
         answer, text = (prompt[slice(*span)] for span in (passage.answer, passage.context))
         assert NEEDLE.fullmatch(answer)
         assert text == prompt.split("\n\n")[1]
@@ -146,8 +146,8 @@ def test_spans_of_words_after_a_token_of_beginning(data: Path) -> None:
     words = tiny_tokenizer()
     words.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     words = PreTrainedTokenizerFast(tokenizer_object=words.backend_tokenizer, bos_token="<s>", unk_token="<unk>")
-    subject = dataclasses.replace(tiny_subject("llama"), tokenizer=words)
-    passage = passages(AttentionToAnswer(length=100, depth=[1], samples_per_cell=1), subject, data)["1 0"]
+    loaded = dataclasses.replace(tiny_loaded_model("llama"), tokenizer=words)
+    passage = passages(AttentionToAnswer(length=100, depth=[1], samples_per_condition=1), loaded, data)["1 0"]
     head, question = len(HEAD.split()), len(ask(["X"]).split())
     assert passage.ids[:2] == [1, words.unk_token_id]
     assert passage.context == (1 + head, len(passage.ids) - question)
@@ -171,58 +171,58 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_made_for_all_pairs_of_tokens_nor_for_all_words(kind: str) -> None:
     """The largest tensors are the padded queries, n × 8 × 16, or the inner states of the MLP, n × 96."""
-    subject, n = tiny_subject(kind), 1000
+    loaded, n = tiny_loaded_model(kind), 1000
     with Largest() as largest:
-        last_rows(subject.model, torch.ones(1, n, dtype=torch.int64))
+        last_rows(loaded.model, torch.ones(1, n, dtype=torch.int64))
     assert largest.elements == n * (96 if kind == "llama" else 128)  # the vocabulary has 257
 
 
-def measured(subjects: list[Subject], output: Path, data: Path | None = None, **settings: Any) -> Report:
-    probe = AttentionToAnswer(**{"length": 500, "depth": [0.0, 1.0], "samples_per_cell": 2} | settings)
-    candidates = [Candidate(one.name, {"name": one.name}, lambda one=one: one) for one in subjects]
-    return run(probe, candidates, output=output, data=data)
+def measured(loaded_models: list[LoadedModel], output: Path, data: Path | None = None, **settings: Any) -> Report:
+    probe = AttentionToAnswer(**{"length": 500, "depth": [0.0, 1.0], "samples_per_condition": 2} | settings)
+    specs = [ModelSpec(one.name, {"name": one.name}, lambda one=one: one) for one in loaded_models]
+    return run(probe, specs, output=output, data=data)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_model_can_be_probed(kind: str, tmp_path: Path) -> None:
-    report = measured([tiny_subject(kind)], tmp_path)
-    assert [(row["cell"], row["samples"]) for row in report.rows] == [
+    report = measured([tiny_loaded_model(kind)], tmp_path)
+    assert [(row["condition"], row["samples"]) for row in report.rows] == [
         ({"depth": depth, "shares": shares}, 2) for depth in (0.0, 1.0) for shares in ("signed", "absolute")
     ]
     for row in report.rows:
         parts = [row["models"][0][part]["mean"] for part in ("answer", "noise", "other")]
         assert sum(parts) == pytest.approx(1)
-        assert row["cell"]["shares"] == "signed" or min(parts) > 0
+        assert row["condition"]["shares"] == "signed" or min(parts) > 0
     assert json.loads((tmp_path / "results.json").read_text())["rows"] == report.rows
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
 def test_two_models_are_compared_in_a_run_that_goes_on(tmp_path: Path) -> None:
-    subjects = [planted("llama"), planted("v1", second=0)]
-    report = measured(subjects, tmp_path)
+    loaded_models = [planted_model("llama"), planted_model("v1", second=0)]
+    report = measured(loaded_models, tmp_path)
     row = report.select(depth=0.0, shares="signed")[0]
     assert row["difference"]["sum"]["mean"] == pytest.approx(-0.25)
     assert row["models"][1]["noise"]["mean"] < 0
     kept = tmp_path / "samples-2.jsonl"
     lines = kept.read_text().splitlines(keepends=True)
     kept.write_text("".join(lines[:3]))  # two samples of four, after the header
-    assert measured(subjects, tmp_path).rows == report.rows
+    assert measured(loaded_models, tmp_path).rows == report.rows
     assert kept.read_text() == "".join(lines)
 
 
 def test_a_length_that_holds_no_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="50 tokens do not hold the question"):
-        measured([tiny_subject("llama")], tmp_path, length=50)
+        measured([tiny_loaded_model("llama")], tmp_path, length=50)
 
 
 def test_data_without_text_is_refused(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(ValueError, match="has no text"):
-        measured([tiny_subject("llama")], tmp_path / "out", empty)
+        measured([tiny_loaded_model("llama")], tmp_path / "out", empty)
 
 
 def test_a_tokenizer_that_does_not_know_places_is_refused(tmp_path: Path) -> None:
-    subject = dataclasses.replace(tiny_subject("llama"), tokenizer=ByT5Tokenizer())
+    loaded = dataclasses.replace(tiny_loaded_model("llama"), tokenizer=ByT5Tokenizer())
     with pytest.raises(ValueError, match="tokenizer of llama does not say where its tokens are"):
-        measured([subject], tmp_path)
+        measured([loaded], tmp_path)

@@ -33,7 +33,7 @@ def made(**settings: Any) -> Gradients:
 
 def measured(output: Path, data: Path | None = None, **settings: Any) -> Report:
     probe = made(**settings)
-    return run(probe, probe.candidates(), output=output, data=data)
+    return run(probe, probe.specs(), output=output, data=data)
 
 
 def test_norms_of_linear_layers_are_those_of_their_inputs() -> None:
@@ -95,13 +95,13 @@ def by_hand(model: PreTrainedModel, batches: torch.Tensor) -> list[dict[str, tor
 def test_a_training_is_that_of_a_plain_loop(variant: str, tmp_path: Path) -> None:
     report = measured(tmp_path, variant=variant, steps=3, learning_rate=1e-2)
     probe = report.probe
-    pair: Pair = probe.candidates()[0].load()
+    pair: Pair = probe.specs()[0].load()
     batches = probe.samples(find("novels", None), pair)["step 3"]
     assert batches.shape == (4, 2, 16)
     expected = {name: by_hand(model, batches) for name, model in pair.items()}
     assert [outcome.sample for outcome in report.outcomes[0].values()] == ["step 0", "step 1", "step 3"]
     for step in (0, 1, 3):
-        rows = {row["cell"]["gradient of"]: row["models"][0] for row in report.select(step=step)}
+        rows = {row["condition"]["gradient of"]: row["models"][0] for row in report.select(step=step)}
         assert list(rows) == SHARED + OWN[variant]
         for name, found in expected.items():
             for part, place in (("v_proj", "self_attn"), ("down_proj", "mlp")):
@@ -118,7 +118,7 @@ def test_a_training_is_that_of_a_plain_loop(variant: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_projections_of_a_pair_are_comparable(variant: str) -> None:
-    pair = made(variant=variant).candidates()[0].load()
+    pair = made(variant=variant).specs()[0].load()
     sizes = {name: sum(p.numel() for p in model.model.layers[0].mlp.parameters()) for name, model in pair.items()}
     shapes = {name: tuple(model.model.layers[0].self_attn.v_proj.weight.shape) for name, model in pair.items()}
     outputs = {name: tuple(model.model.layers[0].self_attn.o_proj.weight.shape) for name, model in pair.items()}
@@ -156,4 +156,4 @@ def test_texts_that_are_too_short(tmp_path: Path) -> None:
 
 def test_there_is_no_such_size() -> None:
     with pytest.raises(ValueError, match=r"No preset '7b'\. Known: 3b, 830m"):
-        made(size="7b").candidates()
+        made(size="7b").specs()

@@ -8,27 +8,27 @@ from typing import Any
 import pytest
 
 from diffllama.evaluation import judge
-from diffllama.evaluation.models import Subject
+from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.probes.hallucination import Hallucination
-from diffllama.evaluation.runs import Candidate, Report, run
-from support.fake_judge import Answer, Endpoint
-from support.rule_based_lm import ruled
-from support.tiny_loaded_models import KINDS, tiny_subject
+from diffllama.evaluation.runs import ModelSpec, Report, run
+from support.fake_judge import Answer, FakeJudge
+from support.rule_based_lm import rule_based_lm
+from support.tiny_loaded_models import KINDS, tiny_loaded_model
 
 
-def measured(output: Path, *subjects: Subject, data: Path | None = None, **settings: Any) -> Report:
-    candidates = [Candidate(subject.name, {}, lambda subject=subject: subject) for subject in subjects]
-    return run(Hallucination(**settings), candidates, output=output, data=data)
+def measured(output: Path, *loaded_models: LoadedModel, data: Path | None = None, **settings: Any) -> Report:
+    specs = [ModelSpec(loaded.name, {}, lambda loaded=loaded: loaded) for loaded in loaded_models]
+    return run(Hallucination(**settings), specs, output=output, data=data)
 
 
-def summariser(known: int) -> Subject:
+def summariser(known: int) -> LoadedModel:
     """Summarises "There are N birds. …" by its first sentence if N < `known`, or else wrongly, or, from 100 on, not."""
 
     def answer(text: str) -> str:
         number = int(text.rpartition("There are ")[2].partition(" ")[0])
         return f"\nThere are {number + (number >= known)} birds.\n\nAnd more." if number < 100 else ""
 
-    return ruled(answer, after="\n\nSummary:")
+    return rule_based_lm(answer, after="\n\nSummary:")
 
 
 def strict(body: dict[str, Any], count: int) -> Answer:
@@ -38,17 +38,17 @@ def strict(body: dict[str, Any], count: int) -> Answer:
     return f"I see.\nConclusion: {claim in document.partition('Document: ')[2].partition('Reference ')[0]}"
 
 
-def mean(report: Report, model: int = 0, **cell: Any) -> dict[str, float]:
-    (row,) = report.select(**cell)
+def mean(report: Report, model: int = 0, **condition: Any) -> dict[str, float]:
+    (row,) = report.select(**condition)
     return {metric: value["mean"] for metric, value in row["models"][model].items()}
 
 
 @pytest.fixture(autouse=True)
-def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJudge]:
     monkeypatch.setattr(judge, "BACKOFF", 0.0)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    with Endpoint(lambda body, count: endpoint.rule(body, count)) as endpoint:
+    with FakeJudge(lambda body, count: endpoint.rule(body, count)) as endpoint:
         endpoint.rule = strict
         yield endpoint
 
@@ -64,9 +64,9 @@ def birds(tmp_path: Path) -> Path:
     return file
 
 
-def test_the_share_of_summaries_that_the_document_supports(birds: Path, tmp_path: Path, endpoint: Endpoint) -> None:
+def test_the_share_of_summaries_that_the_document_supports(birds: Path, tmp_path: Path, endpoint: FakeJudge) -> None:
     report = measured(tmp_path, summariser(14), data=birds, judge_url=endpoint.url, max_tokens=40)
-    assert [row["cell"] for row in report.rows] == [{"judge": "gpt-4o"}]
+    assert [row["condition"] for row in report.rows] == [{"judge": "gpt-4o"}]
     assert report.rows[0]["samples"] == 8
     assert mean(report, judge="gpt-4o") == {"accuracy": 4 / 8, "unreadable": 0, "empty": 2 / 8}
     assert len(endpoint.bodies) == 6
@@ -83,7 +83,7 @@ def test_the_share_of_summaries_that_the_document_supports(birds: Path, tmp_path
     assert not [file for file in tmp_path.iterdir() if b"secret" in file.read_bytes()]
 
 
-def test_judges_that_differ(birds: Path, tmp_path: Path, endpoint: Endpoint) -> None:
+def test_judges_that_differ(birds: Path, tmp_path: Path, endpoint: FakeJudge) -> None:
     """The kind judge finds everything true, the vague one gives no verdict on the first."""
 
     def rule(body: dict[str, Any], count: int) -> Answer:
@@ -109,10 +109,10 @@ def test_judges_that_differ(birds: Path, tmp_path: Path, endpoint: Endpoint) -> 
     assert report.select(judge="strict")[0]["difference"]["accuracy"]["mean"] == pytest.approx(2 / 8)
 
 
-def test_judges_agree_on_documents_that_all_models_respond_to(birds: Path, tmp_path: Path, endpoint: Endpoint) -> None:
+def test_judges_agree_on_documents_that_all_models_respond_to(birds: Path, tmp_path: Path, endpoint: FakeJudge) -> None:
     """One model says nothing of the last two documents, the other says of all what is true of the first."""
     endpoint.rule = lambda body, count: "Conclusion: True" if body["model"] == "kind" else strict(body, count)
-    other = ruled(lambda text: "\nThere are 10 birds.\n\n", after="\n\nSummary:")
+    other = rule_based_lm(lambda text: "\nThere are 10 birds.\n\n", after="\n\nSummary:")
     settings = {"data": birds, "judge_url": endpoint.url, "judge_model": ["strict", "kind"], "max_tokens": 40}
     report = measured(tmp_path, summariser(14), other, **settings)
     assert report.select(judge="all judges")[0]["samples"] == 6
@@ -122,16 +122,16 @@ def test_judges_agree_on_documents_that_all_models_respond_to(birds: Path, tmp_p
         assert mean(report, model, judge="all judges") == pytest.approx(expected)
 
 
-def test_a_judge_asked_twice(birds: Path, tmp_path: Path, endpoint: Endpoint) -> None:
+def test_a_judge_asked_twice(birds: Path, tmp_path: Path, endpoint: FakeJudge) -> None:
     endpoint.rule = lambda body, count: f"Conclusion: {count % 2 == 0 or 'There are 10' in str(body)}"
     judges = ["one", "one"]
     report = measured(tmp_path, summariser(99), data=birds, judge_url=endpoint.url, judge_model=judges, max_tokens=40)
-    assert [row["cell"]["judge"] for row in report.rows] == ["one (1)", "one (2)", "all judges"]
+    assert [row["condition"]["judge"] for row in report.rows] == ["one (1)", "one (2)", "all judges"]
     assert [mean(report, judge=f"one ({number})")["accuracy"] for number in (1, 2)] == [6 / 8, 1 / 8]
     assert mean(report, judge="all judges")["agreement"] == pytest.approx(1 / 6)
 
 
-def test_a_judge_that_dies_is_asked_only_for_the_rest(birds: Path, tmp_path: Path, endpoint: Endpoint) -> None:
+def test_a_judge_that_dies_is_asked_only_for_the_rest(birds: Path, tmp_path: Path, endpoint: FakeJudge) -> None:
     endpoint.rule = lambda body, count: strict(body, count) if count < 4 else (401, "no credit")
     settings = {"data": birds, "judge_url": endpoint.url, "max_tokens": 40}
     with pytest.raises(ConnectionError, match="refuses: 401 Unauthorized, no credit"):
@@ -145,34 +145,34 @@ def test_a_judge_that_dies_is_asked_only_for_the_rest(birds: Path, tmp_path: Pat
     assert len(endpoint.bodies) == 7
 
 
-def test_questions_are_answered_in_one_line(tmp_path: Path, endpoint: Endpoint) -> None:
-    subject = ruled(lambda text: " the Ebbe\nQuestion: no", after="live?\n\nAnswer:")
-    report = measured(tmp_path, subject, task="hotpotqa", judge_url=endpoint.url, max_tokens=20)
+def test_questions_are_answered_in_one_line(tmp_path: Path, endpoint: FakeJudge) -> None:
+    loaded = rule_based_lm(lambda text: " the Ebbe\nQuestion: no", after="live?\n\nAnswer:")
+    report = measured(tmp_path, loaded, task="hotpotqa", judge_url=endpoint.url, max_tokens=20)
     first = report.outcomes[0]["dev.json:0"].detail
     assert first["response"] == "the Ebbe"
     assert '\n\nQuestion: In which river\'s valley does the composer of "The Lamplighter" live?\n\n' in first["asked"]
     assert first["verdicts"] == {"gpt-4o": True}
 
 
-def test_a_long_document_is_cut_for_model_and_judge(birds: Path, tmp_path: Path, endpoint: Endpoint) -> None:
+def test_a_long_document_is_cut_for_model_and_judge(birds: Path, tmp_path: Path, endpoint: FakeJudge) -> None:
     seen: list[str] = []
-    subject = ruled(lambda text: seen.append(text) or " No.", after="\n\nSummary:")
-    measured(tmp_path, subject, data=birds, length=19, documents=1, judge_url=endpoint.url, max_tokens=3)
+    loaded = rule_based_lm(lambda text: seen.append(text) or " No.", after="\n\nSummary:")
+    measured(tmp_path, loaded, data=birds, length=19, documents=1, judge_url=endpoint.url, max_tokens=3)
     document = seen[0].partition("Document: ")[2].partition("\n\n")[0]
     assert len(document) == 19
     assert f"Document: {document}\n\n" in endpoint.bodies[0]["messages"][0]["content"]
 
 
-def test_chat_templates_keep_every_paragraph(birds: Path, tmp_path: Path, endpoint: Endpoint) -> None:
-    subject = ruled(lambda text: "One.\n\nTwo.", after="They sing.<assistant>")
-    subject.tokenizer.chat_template = "<user>{{ messages[0].content }}<assistant>"
-    report = measured(tmp_path, subject, data=birds, documents=2, chat=True, judge_url=endpoint.url, max_tokens=15)
+def test_chat_templates_keep_every_paragraph(birds: Path, tmp_path: Path, endpoint: FakeJudge) -> None:
+    loaded = rule_based_lm(lambda text: "One.\n\nTwo.", after="They sing.<assistant>")
+    loaded.tokenizer.chat_template = "<user>{{ messages[0].content }}<assistant>"
+    report = measured(tmp_path, loaded, data=birds, documents=2, chat=True, judge_url=endpoint.url, max_tokens=15)
     assert [outcome.detail["response"] for outcome in report.outcomes[0].values()] == 2 * ["One.\n\nTwo."]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_model_can_be_probed(kind: str, tmp_path: Path, endpoint: Endpoint) -> None:
-    report = measured(tmp_path, tiny_subject(kind), judge_url=endpoint.url, max_tokens=5)
+def test_any_model_can_be_probed(kind: str, tmp_path: Path, endpoint: FakeJudge) -> None:
+    report = measured(tmp_path, tiny_loaded_model(kind), judge_url=endpoint.url, max_tokens=5)
     assert report.rows[0]["samples"] == 3
 
 

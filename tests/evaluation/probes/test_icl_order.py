@@ -12,27 +12,27 @@ import pytest
 
 from diffllama.evaluation.datasets.classification import Example
 from diffllama.evaluation.datasets.data import find
-from diffllama.evaluation.models import Subject
+from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.probes.icl import SEPARATOR
 from diffllama.evaluation.probes.icl_order import ShotOrder, alternate, by_chance, spread
-from diffllama.evaluation.runs import Candidate, Report, run
-from support.rule_based_lm import ruled
-from support.tiny_loaded_models import KINDS, tiny_subject
+from diffllama.evaluation.runs import ModelSpec, Report, run
+from support.rule_based_lm import rule_based_lm
+from support.tiny_loaded_models import KINDS, tiny_loaded_model
 
 
-def measured(output: Path, *loads: Callable[[], Subject], data: Path | None = None, **settings: Any) -> Report:
-    candidates = [Candidate(f"model {number}", {}, load) for number, load in enumerate(loads)]
-    return run(ShotOrder(**settings), candidates, output=output, data=data)
+def measured(output: Path, *loads: Callable[[], LoadedModel], data: Path | None = None, **settings: Any) -> Report:
+    specs = [ModelSpec(f"model {number}", {}, load) for number, load in enumerate(loads)]
+    return run(ShotOrder(**settings), specs, output=output, data=data)
 
 
-def echo() -> Subject:
+def echo() -> LoadedModel:
     """Answers what the last demonstration does."""
-    return ruled(lambda text: text.split(SEPARATOR)[-2].split("Type:")[1] + SEPARATOR, after="Type:")
+    return rule_based_lm(lambda text: text.split(SEPARATOR)[-2].split("Type:")[1] + SEPARATOR, after="Type:")
 
 
-def steady() -> Subject:
+def steady() -> LoadedModel:
     """Answers `human`, whatever the demonstrations are."""
-    return ruled(lambda _: " human" + SEPARATOR, after="Type:")
+    return rule_based_lm(lambda _: " human" + SEPARATOR, after="Type:")
 
 
 def trec(folder: Path) -> Path:
@@ -71,14 +71,14 @@ def test_spread() -> None:
 
 
 def test_all_orders_have_the_same_demonstrations(tmp_path: Path) -> None:
-    subject = echo()
-    trials = ShotOrder(length=350, orders=5).samples(find("trec", trec(tmp_path)), subject).values()
-    contexts = {(one.cell["arrangement"], one.cell["order"]): one.context for one in trials}
+    loaded = echo()
+    trials = ShotOrder(length=350, orders=5).samples(find("trec", trec(tmp_path)), loaded).values()
+    contexts = {(one.condition["arrangement"], one.condition["order"]): one.context for one in trials}
     assert len(contexts) == 10
     assert len({tuple(context) for context in contexts.values()}) == 10
-    blocks = {key: subject.tokenizer.decode(context).split(SEPARATOR)[:-1] for key, context in contexts.items()}
+    blocks = {key: loaded.tokenizer.decode(context).split(SEPARATOR)[:-1] for key, context in contexts.items()}
     assert len({tuple(sorted(some)) for some in blocks.values()}) == 1
-    assert {one.cell["shots"] for one in trials} == {8}
+    assert {one.condition["shots"] for one in trials} == {8}
     for (arrangement, _), some in blocks.items():
         labels = [block.split("Type:")[1] for block in some]
         assert labels.count(" human") == labels.count(" location") == 4
@@ -87,8 +87,8 @@ def test_all_orders_have_the_same_demonstrations(tmp_path: Path) -> None:
 
 def test_margins_of_models_that_heed_the_order_and_that_do_not(tmp_path: Path) -> None:
     report = measured(tmp_path / "out", echo, steady, data=trec(tmp_path), length=600)
-    assert [row["cell"]["arrangement"] for row in report.rows] == ["random", "alternating"]
-    assert {row["cell"]["task"] for row in report.rows} == {"trec"}
+    assert [row["condition"]["arrangement"] for row in report.rows] == ["random", "alternating"]
+    assert {row["condition"]["task"] for row in report.rows} == {"trec"}
     for row in report.rows:
         heeds, heeds_not = ({metric: value["mean"] for metric, value in one.items()} for one in row["models"])
         assert row["samples"] == 8
@@ -123,7 +123,7 @@ def test_the_margin_by_chance_is_what_shuffled_answers_have() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_model_can_be_probed_and_a_run_goes_on(kind: str, tmp_path: Path) -> None:
     settings = {"length": 300, "questions": 4, "orders": 2}
-    report = measured(tmp_path, lambda: tiny_subject(kind), **settings)
+    report = measured(tmp_path, lambda: tiny_loaded_model(kind), **settings)
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["rows"] == report.rows
     assert (tmp_path / "figure.png").stat().st_size > 10_000
@@ -131,7 +131,7 @@ def test_any_model_can_be_probed_and_a_run_goes_on(kind: str, tmp_path: Path) ->
     file = tmp_path / "samples-1.jsonl"
     kept = file.read_text().splitlines(keepends=True)
     file.write_text("".join(kept[:-3]))
-    assert measured(tmp_path, lambda: tiny_subject(kind), **settings).rows == report.rows
+    assert measured(tmp_path, lambda: tiny_loaded_model(kind), **settings).rows == report.rows
     assert sorted(file.read_text().splitlines(keepends=True)) == sorted(kept)
 
 

@@ -13,7 +13,7 @@ from diffllama.evaluation import attention
 from diffllama.evaluation.attention import AttentionCall, watched
 from diffllama.evaluation.datasets.data import find
 from diffllama.evaluation.datasets.multiple_choice import read
-from diffllama.evaluation.models import Subject
+from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.probes.logit_bits import (
     BITS,
     LogitBits,
@@ -21,13 +21,13 @@ from diffllama.evaluation.probes.logit_bits import (
     quantised,
     quantised_attention,
 )
-from diffllama.evaluation.runs import Candidate, Report, run
-from support.rule_based_lm import RuledModel, byte_tokenizer
-from support.tiny_loaded_models import KINDS, tiny_subject
+from diffllama.evaluation.runs import ModelSpec, Report, run
+from support.rule_based_lm import RuleBasedLM, byte_tokenizer
+from support.tiny_loaded_models import KINDS, tiny_loaded_model
 
 
-def measured(load: Callable[[], Subject], output: Path, data: Path | None = None, **settings: Any) -> Report:
-    return run(LogitBits(**settings), [Candidate("model", {}, load)], output=output, data=data)
+def measured(load: Callable[[], LoadedModel], output: Path, data: Path | None = None, **settings: Any) -> Report:
+    return run(LogitBits(**settings), [ModelSpec("model", {}, load)], output=output, data=data)
 
 
 def made_call(scores: torch.Tensor, mask: torch.Tensor | None = None) -> AttentionCall:
@@ -86,7 +86,7 @@ def test_scale_is_of_all_that_a_sequence_sees() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fine_levels_change_nothing_and_blocks_neither(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_subject(kind).model
+    model = tiny_loaded_model(kind).model
     ids = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         plain = model(ids).logits
@@ -101,9 +101,9 @@ def test_fine_levels_change_nothing_and_blocks_neither(kind: str, monkeypatch: p
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fewer_bits_change_answers_more(kind: str) -> None:
-    subject = tiny_subject(kind)
+    loaded = tiny_loaded_model(kind)
     items = read("hellaswag", find("hellaswag", None))[:3]
-    plain, *others = (torch.tensor(log_likelihoods(subject, items, bits, 4096)) for bits in BITS)
+    plain, *others = (torch.tensor(log_likelihoods(loaded, items, bits, 4096)) for bits in BITS)
     eight, six, four = ((one - plain).abs().mean() for one in others)
     assert 0 < eight < six < four
 
@@ -112,9 +112,9 @@ def test_a_model_without_a_preference_chooses_by_length(tmp_path: Path, monkeypa
     # -(1 + length) ln 257 is largest for the shortest; divided by the length, for the longest
     (tmp_path / "hellaswag_val_full.txt").write_text("a b\n0\nc\ncc\nccc\ncccc\nd e\n3\ncc\nccc\ncccc\nccccc\n")
 
-    def load() -> Subject:
-        model = RuledModel(lambda ids: dict.fromkeys(range(257), 0.0), 257).eval()
-        return Subject(name="uniform", model=model, tokenizer=byte_tokenizer())
+    def load() -> LoadedModel:
+        model = RuleBasedLM(lambda ids: dict.fromkeys(range(257), 0.0), 257).eval()
+        return LoadedModel(name="uniform", model=model, tokenizer=byte_tokenizer())
 
     monkeypatch.setattr(LogitBits, "draw", lambda *_: None)
     report = measured(load, tmp_path / "out", tmp_path)
@@ -126,10 +126,10 @@ def test_a_model_without_a_preference_chooses_by_length(tmp_path: Path, monkeypa
 
 
 def test_scores_that_are_no_numbers_have_no_accuracy(tmp_path: Path) -> None:
-    def load() -> Subject:
-        subject = tiny_subject("v1")
-        torch.nn.init.constant_(subject.model.lm_head.weight, float("nan"))
-        return Subject(name="broken", model=subject.model.bfloat16(), tokenizer=subject.tokenizer)
+    def load() -> LoadedModel:
+        loaded = tiny_loaded_model("v1")
+        torch.nn.init.constant_(loaded.model.lm_head.weight, float("nan"))
+        return LoadedModel(name="broken", model=loaded.model.bfloat16(), tokenizer=loaded.tokenizer)
 
     with pytest.raises(ValueError, match=r"not numbers \(NaN\) in bfloat16\. Try another --dtype"):
         measured(load, tmp_path, items=2)
@@ -137,7 +137,7 @@ def test_scores_that_are_no_numbers_have_no_accuracy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_model_can_be_probed(kind: str, tmp_path: Path) -> None:
-    report = measured(lambda: tiny_subject(kind), tmp_path, items=2)
+    report = measured(lambda: tiny_loaded_model(kind), tmp_path, items=2)
     assert json.loads((tmp_path / "results.json").read_text())["rows"] == report.rows
     assert [row["samples"] for row in report.rows] == [2] * 4
     assert (tmp_path / "figure.png").stat().st_size > 10_000
@@ -145,11 +145,11 @@ def test_any_model_can_be_probed(kind: str, tmp_path: Path) -> None:
 
 def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LogitBits, "draw", lambda *_: None)
-    report = measured(lambda: tiny_subject("v1"), tmp_path, items=3)
+    report = measured(lambda: tiny_loaded_model("v1"), tmp_path, items=3)
     file = tmp_path / "samples-1.jsonl"
     kept = file.read_text().splitlines(keepends=True)
     file.write_text("".join(kept[:-1]))
-    again = measured(lambda: tiny_subject("v1"), tmp_path, items=3)
+    again = measured(lambda: tiny_loaded_model("v1"), tmp_path, items=3)
     assert again.rows == report.rows
     assert file.read_text().startswith("".join(kept[:-1]))
     assert list(again.outcomes[0]) == list(report.outcomes[0])
@@ -157,10 +157,10 @@ def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_winogrande_and_its_two_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LogitBits, "draw", lambda *_: None)
-    report = measured(lambda: tiny_subject("v1"), tmp_path, task="winogrande", items=2)
+    report = measured(lambda: tiny_loaded_model("v1"), tmp_path, task="winogrande", items=2)
     assert all(one["models"][0]["acc"] == one["models"][0]["acc_norm"] for one in report.rows)
 
 
 def test_there_is_no_such_task(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no task mmlu.*hellaswag"):
-        measured(lambda: tiny_subject("v1"), tmp_path, task="mmlu")
+        measured(lambda: tiny_loaded_model("v1"), tmp_path, task="mmlu")

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from diffllama.evaluation.datasets.word_problems import LATEX, WORDS, Problem
-from diffllama.evaluation.models import Subject
+from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.probes.math import Math
-from diffllama.evaluation.runs import Candidate, Report, run
-from support.rule_based_lm import ruled
-from support.tiny_loaded_models import KINDS, tiny_subject
+from diffllama.evaluation.runs import ModelSpec, Report, run
+from support.rule_based_lm import rule_based_lm
+from support.tiny_loaded_models import KINDS, tiny_loaded_model
 
 
-def measured(output: Path, *subjects: Subject, data: Path | None = None, **settings: Any) -> Report:
-    candidates = [Candidate(subject.name, {}, lambda subject=subject: subject) for subject in subjects]
-    return run(Math(**settings), candidates, output=output, data=data)
+def measured(output: Path, *loaded_models: LoadedModel, data: Path | None = None, **settings: Any) -> Report:
+    specs = [ModelSpec(loaded.name, {}, lambda loaded=loaded: loaded) for loaded in loaded_models]
+    return run(Math(**settings), specs, output=output, data=data)
 
 
-def solver(known: Callable[[int], bool], thought: str) -> Subject:
+def solver(known: Callable[[int], bool], thought: str) -> LoadedModel:
     """Answers "What is a + b?" after a thought, rightly if `known(a)`, and goes on with a question of its own."""
 
     def answer(text: str) -> str:
@@ -28,7 +28,7 @@ def solver(known: Callable[[int], bool], thought: str) -> Subject:
         total = int(one) + int(two) + (not known(int(one)))
         return f" {thought} The answer is {total}.\n\nQuestion: What is 7?"
 
-    return ruled(answer, after="\nAnswer:")
+    return rule_based_lm(answer, after="\nAnswer:")
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def sums(tmp_path: Path) -> Path:
 
 def numbers(report: Report) -> dict[str, tuple[int, list[dict[str, float]]]]:
     return {
-        row["cell"]["problems"]: (
+        row["condition"]["problems"]: (
             row["samples"],
             [{metric: value["mean"] for metric, value in model.items()} for model in row["models"]],
         )
@@ -82,64 +82,64 @@ def test_two_solvers_are_compared_on_what_both_solved_or_missed(sums: Path, tmp_
 
 
 def test_a_completion_that_is_cut_off_is_as_long_as_that(sums: Path, tmp_path: Path) -> None:
-    subject = ruled(lambda text: " 15 or 16" + " hm" * 100, after="\nAnswer:")
-    report = measured(tmp_path, subject, data=sums, shots=0, max_tokens=30)
+    loaded = rule_based_lm(lambda text: " 15 or 16" + " hm" * 100, after="\nAnswer:")
+    report = measured(tmp_path, loaded, data=sums, shots=0, max_tokens=30)
     assert numbers(report)["all"] == (8, [{"accuracy": 0.125, "stated": 0.0, "tokens": 30.0}])
 
 
 def test_chat_templates_and_boxes(sums: Path, tmp_path: Path) -> None:
     first = "<user>What is 10 + 5?\n\nReason step by step"
-    subject = ruled(lambda text: "Question: \\boxed{15}" if text.startswith(first) else "?", after="<assistant>")
-    with pytest.raises(ValueError, match=r"tokenizer of ruled has no chat template\. Leave --chat out"):
-        measured(tmp_path / "none", subject, data=sums, chat=True)
-    subject.tokenizer.chat_template = (
+    loaded = rule_based_lm(lambda text: "Question: \\boxed{15}" if text.startswith(first) else "?", after="<assistant>")
+    with pytest.raises(ValueError, match=r"tokenizer of rule_based_lm has no chat template\. Leave --chat out"):
+        measured(tmp_path / "none", loaded, data=sums, chat=True)
+    loaded.tokenizer.chat_template = (
         "<user>{{ messages[0].content }}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    report = measured(tmp_path, subject, data=sums, chat=True, max_tokens=30)
+    report = measured(tmp_path, loaded, data=sums, chat=True, max_tokens=30)
     tokens = (len("Question: ") + 7 * len("?")) / 8
     assert numbers(report)["all"] == (8, [{"accuracy": 0.125, "stated": 0.125, "tokens": tokens}])
 
 
 @pytest.mark.parametrize("task", ["svamp", "math"])
 def test_examples_stand_before_the_problem(task: str) -> None:
-    subject = ruled(lambda text: "", after="\nAnswer:")
+    loaded = rule_based_lm(lambda text: "", after="\nAnswer:")
     shown = "".join(f"Question: {one}\nAnswer: {two}\n\n" for one, two in (LATEX if task == "math" else WORDS)[:2])
     for shots, before in [(0, ""), (2, shown)]:
-        ids = Math(task=task, shots=shots).prompt(subject, Problem("Why?", "7"))
-        assert subject.tokenizer.decode(ids) == f"{before}Question: Why?\nAnswer:"
+        ids = Math(task=task, shots=shots).prompt(loaded, Problem("Why?", "7"))
+        assert loaded.tokenizer.decode(ids) == f"{before}Question: Why?\nAnswer:"
 
 
 def test_problems_are_drawn_by_the_seed(sums: Path, tmp_path: Path) -> None:
-    subject = solver(lambda one: True, "")
+    loaded = solver(lambda one: True, "")
     drawn = [
-        list(measured(tmp_path / str(run), subject, data=sums, problems=4, seed=seed, max_tokens=1).outcomes[0])
+        list(measured(tmp_path / str(run), loaded, data=sums, problems=4, seed=seed, max_tokens=1).outcomes[0])
         for run, seed in enumerate((0, 0, 1))
     ]
     assert drawn[0] == drawn[1]
     assert len(set(drawn[0])) == 4
     assert set(drawn[0]) != set(drawn[2])
-    assert len(measured(tmp_path / "all", subject, data=sums, problems=99, max_tokens=1).outcomes[0]) == 8
+    assert len(measured(tmp_path / "all", loaded, data=sums, problems=99, max_tokens=1).outcomes[0]) == 8
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_model_can_be_probed_and_a_run_goes_on(kind: str, tmp_path: Path) -> None:
     settings = {"problems": 3, "shots": 1, "max_tokens": 5}
-    report = measured(tmp_path, tiny_subject(kind), **settings)
+    report = measured(tmp_path, tiny_loaded_model(kind), **settings)
     assert report.rows[0]["samples"] == 3
     file = tmp_path / "samples-1.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:2]))
-    subject = tiny_subject(kind)
+    loaded = tiny_loaded_model(kind)
     asked: list[int] = []
-    generate = subject.model.generate
-    subject.model.generate = lambda ids, **kwargs: asked.extend([1] * len(ids)) or generate(ids, **kwargs)
-    assert measured(tmp_path, subject, **settings).rows == report.rows
+    generate = loaded.model.generate
+    loaded.model.generate = lambda ids, **kwargs: asked.extend([1] * len(ids)) or generate(ids, **kwargs)
+    assert measured(tmp_path, loaded, **settings).rows == report.rows
     assert len(asked) == 2
     assert sorted(file.read_text().splitlines(keepends=True)) == sorted(lines)
 
 
 @pytest.mark.parametrize("task", ["math", "svamp", "asdiv", "mawps"])
 def test_every_task_has_a_built_in_sample(task: str, tmp_path: Path) -> None:
-    report = measured(tmp_path, ruled(lambda text: " 15", after="\nAnswer:"), task=task, shots=0, max_tokens=5)
+    report = measured(tmp_path, rule_based_lm(lambda text: " 15", after="\nAnswer:"), task=task, shots=0, max_tokens=5)
     right = {"math": 0, "svamp": 0.2, "asdiv": 0.2, "mawps": 0}[task]
     assert report.rows[0]["models"][0]["accuracy"]["mean"] == right

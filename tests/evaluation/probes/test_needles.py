@@ -8,16 +8,16 @@ import pytest
 from typer.testing import CliRunner
 
 from diffllama.cli import app
-from diffllama.evaluation.models import Subject
+from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.probes.needles import Needles
-from diffllama.evaluation.runs import Candidate, Report, run
-from support.rule_based_lm import ruled
+from diffllama.evaluation.runs import ModelSpec, Report, run
+from support.rule_based_lm import rule_based_lm
 from support.tiny_models import VARIANTS, tiny_model
 
 
-def measured(subject: Subject, output: Path, **settings: object) -> Report:
-    probe = Needles(**({"length": [600, 900], "depth": [0.0, 1.0], "samples_per_cell": 3} | settings))
-    return run(probe, [Candidate(subject.name, {"name": subject.name}, lambda: subject)], output=output)
+def measured(loaded: LoadedModel, output: Path, **settings: object) -> Report:
+    probe = Needles(**({"length": [600, 900], "depth": [0.0, 1.0], "samples_per_condition": 3} | settings))
+    return run(probe, [ModelSpec(loaded.name, {"name": loaded.name}, lambda: loaded)], output=output)
 
 
 def remembers(text: str, near: int) -> str:
@@ -28,15 +28,17 @@ def remembers(text: str, near: int) -> str:
 
 
 def test_a_model_that_finds_every_needle(tmp_path: Path) -> None:
-    report = measured(ruled(lambda text: remembers(text, 10_000), after="re"), tmp_path, needles=["2/2"])
+    report = measured(rule_based_lm(lambda text: remembers(text, 10_000), after="re"), tmp_path, needles=["2_of_2"])
     assert [row["models"][0]["accuracy"]["mean"] for row in report.rows] == [1.0] * len(report.rows)
 
 
 def test_a_model_that_remembers_the_end(tmp_path: Path) -> None:
-    subject = ruled(lambda text: remembers(text, 250), after=" is")
-    report = measured(subject, tmp_path, needles=["1/1"], samples_per_cell=6)
-    found = {(row["cell"]["length"], row["cell"]["depth"]): row["models"][0]["accuracy"] for row in report.rows}
-    assert {cell: accuracy["mean"] for cell, accuracy in found.items()} == {
+    loaded = rule_based_lm(lambda text: remembers(text, 250), after=" is")
+    report = measured(loaded, tmp_path, needles=["1_of_1"], samples_per_condition=6)
+    found = {
+        (row["condition"]["length"], row["condition"]["depth"]): row["models"][0]["accuracy"] for row in report.rows
+    }
+    assert {condition: accuracy["mean"] for condition, accuracy in found.items()} == {
         (600, 0.0): 0.0,
         (600, 1.0): 1.0,
         (600, "all"): 0.5,
@@ -56,21 +58,23 @@ def test_only_the_first_line_is_an_answer(tmp_path: Path) -> None:
     def guesses(text: str) -> str:
         return f" 7.\n{remembers(text, 10_000)}"
 
-    report = measured(ruled(guesses, after=" is"), tmp_path, needles=["1/1", "6/1"], length=[900], depth=[0.5])
+    report = measured(
+        rule_based_lm(guesses, after=" is"), tmp_path, needles=["1_of_1", "1_of_6"], length=[900], depth=[0.5]
+    )
     assert [row["models"][0]["accuracy"]["mean"] for row in report.rows] == [0.0] * 4
     assert {outcome.detail["answer"] for outcome in report.outcomes[0].values()} == {" 7."}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_model_can_be_probed(variant: str, tmp_path: Path) -> None:
-    tokenizer = ruled(lambda _: "", "").tokenizer
-    subject = Subject(
+    tokenizer = rule_based_lm(lambda _: "", "").tokenizer
+    loaded = LoadedModel(
         name=variant,
         model=tiny_model(variant, vocab_size=len(tokenizer), max_position_embeddings=1024),
         tokenizer=tokenizer,
     )
-    report = measured(subject, tmp_path, length=[600], depth=[0.5], samples_per_cell=2, needles=["1/1"])
-    assert [row["cell"]["depth"] for row in report.rows] == [0.5, "all"]
+    report = measured(loaded, tmp_path, length=[600], depth=[0.5], samples_per_condition=2, needles=["1_of_1"])
+    assert [row["condition"]["depth"] for row in report.rows] == [0.5, "all"]
     assert all(outcome.detail["answer"] is not None for outcome in report.outcomes[0].values())
 
 
@@ -80,7 +84,7 @@ def test_a_prompt_has_tokens() -> None:
     assert "Invalid value for '--length': " in result.output
 
 
-@pytest.mark.parametrize("wrong", ["6", "2/3", "0/0", "1/0", "a/b", "99/1"])
+@pytest.mark.parametrize("wrong", ["6", "6/2", "3_of_2", "0_of_0", "1_of_0", "a_of_b", "1_of_99"])
 def test_wrong_needles_are_refused(wrong: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"--needles must be N/R.*{wrong}"):
-        measured(ruled(lambda _: "", " is"), tmp_path, needles=[wrong])
+    with pytest.raises(ValueError, match=f"--needles must be R_of_N.*{wrong}"):
+        measured(rule_based_lm(lambda _: "", " is"), tmp_path, needles=[wrong])

@@ -9,11 +9,11 @@ import torch
 
 from diffllama.evaluation import attention
 from diffllama.evaluation.datasets.data import Source
-from diffllama.evaluation.models import Subject
+from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.probes.outliers import RANKS, Magnitudes, Outliers, magnitudes
-from diffllama.evaluation.runs import Candidate, Report, dumps, run
-from support.planted_attention import planted
-from support.tiny_loaded_models import KINDS, tiny_subject
+from diffllama.evaluation.runs import ModelSpec, Report, dumps, run
+from support.planted_attention import planted_model
+from support.tiny_loaded_models import KINDS, tiny_loaded_model
 from support.tiny_models import tiny_model, tokens
 
 
@@ -68,10 +68,10 @@ def test_a_planted_key_and_a_planted_state(kind: str, monkeypatch: pytest.Monkey
     The first maps score them 12, the second -3, everything else 0.
     """
     monkeypatch.setattr(attention, "BLOCK_BYTES", 7000)
-    subject = planted(kind, markers="7", score=12, second=-3)
-    embeddings = subject.model.get_input_embeddings().weight.data
-    embeddings[subject.encode("!"), :2] = torch.tensor([900.0, -900])
-    found = magnitudes(subject.model, subject.tensor(subject.encode("!" + "a" * 44 + "7aa7a")))
+    loaded = planted_model(kind, markers="7", score=12, second=-3)
+    embeddings = loaded.model.get_input_embeddings().weight.data
+    embeddings[loaded.encode("!"), :2] = torch.tensor([900.0, -900])
+    found = magnitudes(loaded.model, loaded.tensor(loaded.encode("!" + "a" * 44 + "7aa7a")))
     maps = 4 * 2 if kind == "llama" else 8 * 2  # heads or maps of both layers
     logits, states = found["attention logits"], found["hidden states"]
     assert logits.counts.sum() == maps * 50 * 51 // 2
@@ -106,7 +106,7 @@ def true_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_magnitudes_are_those_of_all_scores_and_states(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "BLOCK_BYTES", 5000)
-    model, ids = tiny_subject(kind).model, tokens(1, 40)
+    model, ids = tiny_loaded_model(kind).model, tokens(1, 40)
     model.model.rotary_emb.inv_freq.zero_()
     found = magnitudes(model, ids)
     assert not any(module._forward_hooks for module in model.modules())
@@ -145,12 +145,12 @@ def texts_of(folder: Path, **texts: str) -> Path:
 
 
 def test_pieces_are_of_every_text_in_turn(tmp_path: Path) -> None:
-    subject = tiny_subject("llama")
+    loaded = tiny_loaded_model("llama")
     data = texts_of(tmp_path / "texts", a="abcdefgh" * 8, b="ijklmnop" * 3, c="q" * 15)
 
     def pieces(tokens: int) -> dict[str, str]:
-        samples = Outliers(tokens=tokens, length=16).samples(Source(data, built_in=False), subject)
-        return {name: subject.tokenizer.decode(ids) for name, ids in samples.items()}
+        samples = Outliers(tokens=tokens, length=16).samples(Source(data, built_in=False), loaded)
+        return {name: loaded.tokenizer.decode(ids) for name, ids in samples.items()}
 
     whole = {"a.txt 0": "abcdefgh" * 2, "b.txt 0": "ijklmnop" * 2, "a.txt 16": "abcdefgh" * 2}
     assert pieces(1) == pieces(16) == dict(list(whole.items())[:1])
@@ -158,15 +158,15 @@ def test_pieces_are_of_every_text_in_turn(tmp_path: Path) -> None:
     assert pieces(64) == whole  # a fourth would be of text c
 
 
-def measured(subjects: list[Subject], output: Path, data: Path | None = None, **settings: Any) -> Report:
-    candidates = [Candidate(one.name, {"name": one.name}, lambda one=one: one) for one in subjects]
-    return run(Outliers(**{"tokens": 96, "length": 32} | settings), candidates, output=output, data=data)
+def measured(loaded_models: list[LoadedModel], output: Path, data: Path | None = None, **settings: Any) -> Report:
+    specs = [ModelSpec(one.name, {"name": one.name}, lambda one=one: one) for one in loaded_models]
+    return run(Outliers(**{"tokens": 96, "length": 32} | settings), specs, output=output, data=data)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_model_can_be_probed(kind: str, tmp_path: Path) -> None:
-    report = measured([tiny_subject(kind)], tmp_path)
-    assert [row["cell"]["activation"] for row in report.rows] == ["attention logits", "hidden states"]
+    report = measured([tiny_loaded_model(kind)], tmp_path)
+    assert [row["condition"]["activation"] for row in report.rows] == ["attention logits", "hidden states"]
     for row in report.rows:
         numbers = row["models"][0]
         assert row["samples"] == 3
@@ -178,22 +178,25 @@ def test_any_model_can_be_probed(kind: str, tmp_path: Path) -> None:
 
 
 def test_two_models_are_compared_in_a_run_that_goes_on(tmp_path: Path) -> None:
-    subjects = [planted("llama", markers=" ", score=12), planted("v1", markers=" ", score=12, second=-3)]
-    report = measured(subjects, tmp_path)
+    loaded_models = [
+        planted_model("llama", markers=" ", score=12),
+        planted_model("v1", markers=" ", score=12, second=-3),
+    ]
+    report = measured(loaded_models, tmp_path)
     numbers = report.rows[0]
     assert numbers["models"][0]["top-1"]["mean"] == pytest.approx(12, rel=1e-4)
     assert numbers["difference"]["top-1"]["mean"] == pytest.approx(0, abs=1e-3)
     kept = tmp_path / "samples-1.jsonl"
     lines = kept.read_text().splitlines(keepends=True)
     kept.write_text("".join(lines[:2]))  # one sample of three, after the header
-    assert measured(subjects, tmp_path).rows == report.rows
+    assert measured(loaded_models, tmp_path).rows == report.rows
     assert kept.read_text() == "".join(lines)
 
 
 def test_all_pieces_count_together(tmp_path: Path) -> None:
     """Three pieces of 16 letters, a seventh of one, a first of another: 10 and 16 queries see them in 4 · 2 maps."""
     data = texts_of(tmp_path / "texts", a="abcdef7hijklmnop" + "7bcdefghijklmnop" + "abcdefghijklmnop")
-    report = measured([planted("llama", markers="7", score=5)], tmp_path / "out", data, tokens=48, length=16)
+    report = measured([planted_model("llama", markers="7", score=5)], tmp_path / "out", data, tokens=48, length=16)
     numbers = report.rows[0]["models"][0]
     assert numbers["top-100"]["mean"] == pytest.approx(5, rel=1e-4)
     counts: dict[int, int] = {}
@@ -207,11 +210,11 @@ def test_all_pieces_count_together(tmp_path: Path) -> None:
 
 def test_a_length_that_no_text_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"No text in .* has 100,000 tokens. Ask for fewer with --length"):
-        measured([tiny_subject("llama")], tmp_path, length=100_000)
+        measured([tiny_loaded_model("llama")], tmp_path, length=100_000)
 
 
 def test_a_model_that_fails_keeps_no_hook_and_is_not_watched() -> None:
-    model = tiny_subject("v1").model
+    model = tiny_loaded_model("v1").model
     with pytest.raises(IndexError):
         magnitudes(model, torch.full((1, 20), 10_000))
     assert not any(module._forward_hooks for module in model.modules())

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from diffllama.evaluation.models import Subject
+from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.probes.recall import Recall, repeated
-from diffllama.evaluation.runs import Candidate, Report, run
-from support.rule_based_lm import RuledModel, byte_tokenizer
-from support.tiny_loaded_models import KINDS, tiny_subject
+from diffllama.evaluation.runs import ModelSpec, Report, run
+from support.rule_based_lm import RuleBasedLM, byte_tokenizer
+from support.tiny_loaded_models import KINDS, tiny_loaded_model
 
 
-def measured(load: Callable[[], Subject], output: Path, data: Path | None = None, **settings: Any) -> Report:
-    return run(Recall(**settings), [Candidate("model", {}, load)], output=output, data=data)
+def measured(load: Callable[[], LoadedModel], output: Path, data: Path | None = None, **settings: Any) -> Report:
+    return run(Recall(**settings), [ModelSpec("model", {}, load)], output=output, data=data)
 
 
-def reciter() -> Subject:
+def reciter() -> LoadedModel:
     """Gives half of the probability to what followed the last token when it was there last, the rest to all others."""
     vocabulary = len(byte_tokenizer())
 
@@ -31,13 +31,13 @@ def reciter() -> Subject:
                 logits = dict.fromkeys(logits, 0.0) | {after: log(vocabulary - 1)}
         return logits
 
-    return Subject(name="reciter", model=RuledModel(next_token, vocabulary).eval(), tokenizer=byte_tokenizer())
+    return LoadedModel(name="reciter", model=RuleBasedLM(next_token, vocabulary).eval(), tokenizer=byte_tokenizer())
 
 
 def slices(report: Report) -> dict[str, tuple[float, float]]:
     """Tokens and loss of each slice."""
     return {
-        row["cell"]["slice"]: (row["models"][0]["tokens"]["mean"], row["models"][0]["nll"]["mean"])
+        row["condition"]["slice"]: (row["models"][0]["tokens"]["mean"], row["models"][0]["nll"]["mean"])
         for row in report.rows
     }
 
@@ -62,7 +62,7 @@ def test_losses_of_a_model_that_recites(tmp_path: Path) -> None:
     report = measured(reciter, tmp_path / "out", tmp_path, length=6)
     new, hit, wrong = log(257), log(2), log(512)
     by_text = {
-        name: {one.cell["slice"]: (one.weight, one.values["nll"]) for one in outcome.measurements}
+        name: {one.condition["slice"]: (one.weight, one.values["nll"]) for one in outcome.measurements}
         for name, outcome in report.outcomes[0].items()
     }
     assert by_text["1.txt"]["AR-hit"] == (1, pytest.approx(hit))
@@ -90,7 +90,7 @@ def test_ngrams_that_other_texts_have_often_are_no_hits(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_model_can_be_probed(kind: str, tmp_path: Path) -> None:
-    report = measured(lambda: tiny_subject(kind), tmp_path, length=200)
+    report = measured(lambda: tiny_loaded_model(kind), tmp_path, length=200)
     assert json.loads((tmp_path / "results.json").read_text())["rows"] == report.rows
     assert (tmp_path / "figure.png").stat().st_size > 10_000
     counts = {name: count for name, (count, _) in slices(report).items()}
@@ -99,11 +99,11 @@ def test_any_model_can_be_probed(kind: str, tmp_path: Path) -> None:
 
 def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recall, "draw", lambda *_: None)
-    report = measured(lambda: tiny_subject("v1"), tmp_path, length=100)
+    report = measured(lambda: tiny_loaded_model("v1"), tmp_path, length=100)
     file = tmp_path / "samples-1.jsonl"
     kept = file.read_text()
     file.write_text("".join(kept.splitlines(keepends=True)[:-1]))
-    assert measured(lambda: tiny_subject("v1"), tmp_path, length=100).rows == report.rows
+    assert measured(lambda: tiny_loaded_model("v1"), tmp_path, length=100).rows == report.rows
     assert file.read_text() == kept
 
 

@@ -13,7 +13,7 @@ from diffllama.evaluation.runs import Report, run
 
 def measured(output: Path, data: Path | None = None) -> Report:
     probe = Scaling()
-    return run(probe, probe.candidates(), output=output, data=data)
+    return run(probe, probe.specs(), output=output, data=data)
 
 
 def table(folder: Path, *rows: str, header: str = "architecture,parameters,tokens,loss") -> Path:
@@ -24,8 +24,8 @@ def table(folder: Path, *rows: str, header: str = "architecture,parameters,token
 
 def shares(report: Report, over: str = "parameters") -> dict[float, dict[str, float]]:
     """What the report says of each size of a DIFF."""
-    rows = [row for row in report.select(over=over) if "diff" in row["cell"]]
-    return {row["cell"]["diff"]: row["models"][0]["share"] for row in rows}
+    rows = [row for row in report.select(over=over) if "diff" in row["condition"]]
+    return {row["condition"]["diff"]: row["models"][0]["share"] for row in rows}
 
 
 TRANSFORMER = ("transformer,1,,9", "transformer,4,,5", "transformer,16,,3", "transformer,100,,1.8")  # 8·x^-1/2 + 1
@@ -50,7 +50,7 @@ def test_a_diff_that_needs_a_quarter(tmp_path: Path) -> None:
         assert row["models"][0]["rms_error"]["mean"] == pytest.approx(0, abs=1e-6)
     for size, loss in ((1, 5), (4, 3), (16, 2), (64, 1.5), (400, 1.2)):
         (row,) = report.select(diff=size)
-        assert row["cell"]["range"] == ("extrapolated" if 4 * size > 100 else "measured")
+        assert row["condition"]["range"] == ("extrapolated" if 4 * size > 100 else "measured")
         numbers = {name: values["mean"] for name, values in row["models"][0].items()}
         assert numbers == pytest.approx({"loss": loss, "transformer": 4 * size, "share": 0.25}, rel=1e-5)
 
@@ -71,7 +71,7 @@ def test_a_loss_that_no_transformer_reaches_is_a_share_of_none(tmp_path: Path) -
     report = measured(tmp_path / "out", table(tmp_path, *TRANSFORMER, *rows))
     (row,) = report.select(diff=400)
     assert (row["models"][0]["transformer"]["mean"], row["models"][0]["share"]["mean"]) == (math.inf, 0)
-    assert row["cell"]["range"] == "extrapolated"
+    assert row["condition"]["range"] == "extrapolated"
     assert json.loads((tmp_path / "out" / "results.json").read_text())["rows"] != []
 
 
@@ -88,7 +88,7 @@ def test_the_same_tokens_or_the_same_parameters_make_a_curve(kind: str, tmp_path
         (folder / "losses.csv").unlink()
         (folder / "losses.jsonl").write_text("\n".join(lines))
     report = measured(tmp_path / "out", folder)
-    assert [row["cell"] for row in report.select(law="diff")] == [
+    assert [row["condition"] for row in report.select(law="diff")] == [
         {"over": "parameters", "tokens": 9, "law": "diff"},
         {"over": "tokens", "parameters": 32, "law": "diff"},
     ]

@@ -26,7 +26,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measured(output: Path, **settings: Any) -> Report:
     probe = Throughput(**({"length": [8, 16], "rounds": 3, "batch": 2, "device": "cpu"} | settings))
-    return run(probe, probe.candidates(), output=output)
+    return run(probe, probe.specs(), output=output)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

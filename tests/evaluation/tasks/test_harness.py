@@ -26,7 +26,7 @@ from diffllama.evaluation.tasks.command import TASKS
 from diffllama.evaluation.tasks.harness import accuracy, accuracy_per_character, multiple_choice, needles
 from support import subprocess_runner
 from support.llama_checkpoints import llama
-from support.rule_based_lm import byte_tokenizer, ruled
+from support.rule_based_lm import byte_tokenizer, rule_based_lm
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -157,8 +157,8 @@ def manager(**metadata: Any) -> TaskManager:
 
 
 def test_a_model_that_always_says_yes_is_right_where_yes_is_right() -> None:
-    subject = ruled(lambda _: " yes", after="Answer:")
-    model = HFLM(pretrained=subject.model, tokenizer=subject.tokenizer)
+    loaded = rule_based_lm(lambda _: " yes", after="Answer:")
+    model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer)
     found = simple_evaluate(model=model, tasks=["diffllama_boolq"], task_manager=manager(), bootstrap_iters=0)
     assert found["results"]["diffllama_boolq"]["accuracy,none"] == 4 / 7
 
@@ -169,10 +169,10 @@ def test_needles_are_those_of_the_probe_and_counted_alike(models: Path) -> None:
         (number,) = re.findall(rf"magic number of {city} is (\d+)\.", question)
         return f" {number}."
 
-    subject = ruled(answer, after=" are")
-    settings = {"length": [700], "depth": [0.25, 1.0], "samples_per_cell": 2, "seed": 3}
-    samples = Needles(needles=["2/2"], **settings).samples(find("novels", None), subject)
-    model = HFLM(pretrained=subject.model, tokenizer=subject.tokenizer)
+    loaded = rule_based_lm(answer, after=" are")
+    settings = {"length": [700], "depth": [0.25, 1.0], "samples_per_condition": 2, "seed": 3}
+    samples = Needles(needles=["2_of_2"], **settings).samples(find("novels", None), loaded)
+    model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer)
     metadata = settings | {"pretrained": str(models / "llama"), "length": 700}
     task = "diffllama_needles_2_of_2"
     found = simple_evaluate(model=model, tasks=[task], task_manager=manager(**metadata), bootstrap_iters=0)
@@ -182,16 +182,16 @@ def test_needles_are_those_of_the_probe_and_counted_alike(models: Path) -> None:
 
 
 def test_the_group_of_needles_has_every_pair_of_the_probe(models: Path) -> None:
-    settings = {"pretrained": str(models / "llama"), "length": 700, "depth": 0.5, "samples_per_cell": 1}
+    settings = {"pretrained": str(models / "llama"), "length": 700, "depth": 0.5, "samples_per_condition": 1}
     tasks = manager(**settings).load(["diffllama_needles"])["tasks"].values()
-    assert [task.task_docs[0]["N/R"] for task in tasks] == Needles().needles
+    assert [task.task_docs[0]["needles"] for task in tasks] == Needles().needles
 
 
 def test_needles_need_a_tokenizer_and_room(models: Path) -> None:
     with pytest.raises(ValueError, match="Name a tokenizer with --metadata tokenizer=DIR"):
-        needles("1/1")
+        needles("1_of_1")
     with pytest.raises(ValueError, match="--metadata length=TOKENS: 20 tokens do not hold"):
-        needles("1/1", pretrained=str(models / "llama"), length=20)
+        needles("1_of_1", pretrained=str(models / "llama"), length=20)
 
 
 @pytest.mark.parametrize(
@@ -205,15 +205,15 @@ def test_needles_need_a_tokenizer_and_room(models: Path) -> None:
             ("length", value, "a whole number or a list of them, from 1")
             for value in (0, "abc", 7.5, [700, "abc"], True)
         ),
-        *(("samples_per_cell", value, "a whole number, from 1") for value in (0, "two", [2])),
+        *(("samples_per_condition", value, "a whole number, from 1") for value in (0, "two", [2])),
         *(("seed", value, "a whole number, from 0") for value in (-1, "a", None)),
         ("data", 1, "a path, such as ./novels"),
     ],
 )
 def test_wrong_settings_of_needles_are_refused(name: str, value: Any, says: str, models: Path) -> None:
-    settings = {"pretrained": str(models / "llama"), "length": 700, "samples_per_cell": 1} | {name: value}
+    settings = {"pretrained": str(models / "llama"), "length": 700, "samples_per_condition": 1} | {name: value}
     with pytest.raises(ValueError, match=f"^--metadata {name} must be {says}, got {re.escape(repr(value))}"):
-        needles("1/1", **settings)
+        needles("1_of_1", **settings)
 
 
 def test_data_are_those_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +290,7 @@ def test_results_of_the_command_line_feed_the_card(models: Path, data: Path, tmp
 def test_results_say_that_the_data_are_samples_and_limited(models: Path, tmp_path: Path) -> None:
     tasks = "diffllama_piqa,diffllama_needles_1_of_1"
     options = ("--model_args", f"pretrained={models / 'llama'}", "--tasks", tasks, "--limit", 1, "-o", tmp_path)
-    metadata = ("--metadata", "length=300", "depth=0", "samples_per_cell=2")
+    metadata = ("--metadata", "length=300", "depth=0", "samples_per_condition=2")
     assert call("eval", "run", *options, *metadata) == 0
     (file,) = tmp_path.rglob("results_*.json")
     record = json.loads(file.read_text())
