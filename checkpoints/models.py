@@ -4,7 +4,6 @@
 
 import copy
 import os
-import re
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -44,16 +43,11 @@ LIMITS = {"num_hidden_layers": 10_000, "num_labels": 1_000_000} | dict.fromkeys(
 SAMPLE_TEXT = "  Differential attention cancels noise, 4173 times: naïve façade, 北京 🙂\n\tdef f(x): return x  # ok"
 
 
-def current_name(architecture: object) -> str:
-    """The name of a class of ours, where a folder's `architectures` has it or the one by which it is imported."""
-    return re.sub(r"^DiffLlama", "DifferentialLlama", str(architecture))
-
-
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     """The model of a configuration, without values: a language model, or, of ours, what `architectures` names."""
     model_class = AutoModelForCausalLM
     if config.model_type == DiffLlamaConfig.model_type and config.architectures:
-        auto_class = AUTO_CLASSES.get(current_name(config.architectures[0]), "AutoModelForCausalLM")
+        auto_class = AUTO_CLASSES.get(config.architectures[0], "AutoModelForCausalLM")
         model_class = getattr(transformers, auto_class)
     with torch.device("meta"):  # whatever attention the configuration asks for might have to be fetched
         return model_class.from_config(copy.deepcopy(config), attn_implementation="eager")

@@ -20,13 +20,6 @@ from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
 OURS = ("diffllama", "modeling_diff", "configuration", "conversion", "hub_cards")
 """Names under which a file might import this package, which the Hub's machines do not have."""
 
-EARLIER_AUTO_MAP = AUTO_MAP | {
-    auto_class: reference.replace("Differential", "Diff")
-    for auto_class, reference in AUTO_MAP.items()
-    if auto_class != "AutoConfig"
-}
-"""`auto_map` of folders made when the model classes had the names by which they are imported."""
-
 INSTALLED = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_names}
 """What every machine has that loads a model with transformers."""
 

@@ -5,7 +5,7 @@
 Its chat templates do, in Jinja's sandbox, as transformers runs them. `inspect_with_limits` runs all of this.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,10 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from diffllama.checkpoints.errors import CheckpointError
 from diffllama.checkpoints.files import NAMES, TOKENIZER_FILES
 from diffllama.checkpoints.json_files import read_json
-from diffllama.checkpoints.models import current_name, expected_tensors
+from diffllama.checkpoints.models import expected_tensors
 from diffllama.checkpoints.reading import Checkpoint, SafetensorsFile, check_tensors, nonfinite_tensors, open_checkpoint
 from diffllama.hub_cards.cards import CARD, TASKS, card_metadata, read_card
 from diffllama.hub_cards.code import (
-    EARLIER_AUTO_MAP,
     HubCodeError,
     differences,
     hub_code,
@@ -73,7 +72,7 @@ def inspect(folder: Path) -> Iterator[Finding | str]:
         for item in careful(name, "content", partial(check_file, file, folder)):
             broken |= isinstance(item, Finding) and item.rule in ("content", "json") and kind_of(name) is not None
             yield item
-    yield from careful("*.py", "code", lambda: check_code(folder, known_auto_map(folder)))
+    yield from careful("*.py", "code", lambda: check_code(folder))
     if broken:
         return  # whoever reads these files now finds the same faults again
     config = None
@@ -115,13 +114,13 @@ def one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def check_code(folder: Path, auto_map: Mapping[str, str] = AUTO_MAP, others: bool = True) -> Iterator[Finding]:
+def check_code(folder: Path, others: bool = True) -> Iterator[Finding]:
     """Checks that the Hub's loader can follow the folder's code, and that it is the package's.
 
     With `others`, Python files that are not part of it are found too.
     """
     try:
-        code = package_code() if auto_map == AUTO_MAP and is_package_code(folder) else hub_code(folder, auto_map)
+        code = package_code() if is_package_code(folder) else hub_code(folder)
     except HubCodeError as error:
         for fault in error.faults:
             file, _, message = fault.partition(": ")
@@ -158,42 +157,23 @@ def load_config(folder: Path) -> Iterator[DiffLlamaConfig | Finding]:
     yield config
 
 
-def known_auto_map(folder: Path) -> dict[str, str]:
-    """The `auto_map` that a folder must have: ours, but for classes that it calls by their earlier names."""
-    try:
-        present = read_json(folder / "config.json").get("auto_map")
-    except (OSError, ValueError):
-        return AUTO_MAP
-    present = present if isinstance(present, dict) else {}
-    return AUTO_MAP | {name: earlier for name, earlier in EARLIER_AUTO_MAP.items() if present.get(name) == earlier}
-
-
 def check_config(folder: Path) -> Iterator[Finding]:
     """Checks that a configuration names the code of its folder and no other."""
     name, content = "config.json", read_json(folder / "config.json")
     present = content.get("auto_map")
     present = present if isinstance(present, dict) else {}
-    known = known_auto_map(folder)
-    for auto_class in known | present:
-        expected, actual = known.get(auto_class), present.get(auto_class)
+    for auto_class in AUTO_MAP | present:
+        expected, actual = AUTO_MAP.get(auto_class), present.get(auto_class)
         if expected != actual:
             must = f"must have {auto_class}: {expected!r}" if expected else f"must not have {auto_class}"
             yield Finding(name, f"`auto_map` {must}, got {actual!r}", "auto-map")
-    architecture = (content.get("architectures") or [""])[0]
-    if known != AUTO_MAP or architecture != current_name(architecture):
-        yield note(
-            name,
-            "`architectures` or `auto_map` has earlier names of our classes. transformers has others of these names, "
-            "which some libraries load instead: `diffllama export` writes today's",
-            "auto-map",
-        )
     if content.get("quantization_config"):
         yield note(name, "`quantization_config`: it loads only where that quantization is installed", "config")
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
     """The name of the class of ours that a configuration is of. Raises `ValueError` if it is none."""
-    architecture = current_name((config.architectures or ["DifferentialLlamaForCausalLM"])[0])
+    architecture = (config.architectures or ["DifferentialLlamaForCausalLM"])[0]
     if architecture not in TASKS:
         raise ValueError(f"`architectures` in config.json must be one of {', '.join(TASKS)}, got {architecture!r}.")
     return architecture

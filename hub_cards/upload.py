@@ -24,7 +24,6 @@ from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundErro
 from diffllama.checkpoints.errors import lines
 from diffllama.checkpoints.files import COMPANIONS, NAMES
 from diffllama.checkpoints.json_files import as_json
-from diffllama.checkpoints.models import current_name
 from diffllama.checkpoints.versions import VERSION
 from diffllama.hub_cards.cards import (
     CARD,
@@ -146,8 +145,6 @@ def push(
     if code_only:
         sent = {name: folder / name for name in hub_code(folder)}
         config = model | {"auto_map": AUTO_MAP}
-        if isinstance(architectures := config.get("architectures"), list):
-            config["architectures"] = [current_name(name) for name in architectures]
         if config != model:
             sent["config.json"] = as_json(config).encode()
     else:

@@ -15,7 +15,7 @@ from diffllama.hub_cards.inspection import inspect
 from diffllama.hub_cards.secrets import secrets
 from diffllama.hub_cards.texts import is_absolute_path
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
-from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer, with_earlier_names
+from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -210,18 +210,6 @@ class TestConfiguration:
         found = the_only(folder)
         assert found.startswith("config.json: ")
         assert message in found
-
-    @pytest.mark.parametrize("code", [True, False], ids=["earlier code", "today's code"])
-    def test_earlier_names_of_classes_are_good_to_know(self, code: bool, folder: Path) -> None:
-        with_earlier_names(folder, code=code)
-        assert [line.partition(":")[0] for line in findings(folder)] == ["modeling_diffllama.py"] * code
-        (known,) = findings(folder, severity="note")
-        assert known.startswith("config.json: `architectures` or `auto_map` has earlier names of our classes")
-        assert check(export(folder, folder.parent / "renamed")) == []
-
-    def test_earlier_code_under_todays_names_is_wrong(self, folder: Path) -> None:
-        with_earlier_names(folder, config=False)
-        assert "modeling_diffllama.py: has no class DifferentialLlamaForCausalLM" in findings(folder)
 
     def test_code_in_another_repository_is_wrong(self, folder: Path) -> None:
         edit(

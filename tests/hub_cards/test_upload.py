@@ -13,7 +13,7 @@ from diffllama.hub_cards.cards import pinned_revision
 from diffllama.hub_cards.findings import FolderError
 from diffllama.hub_cards.upload import Shipment
 from support.fake_hub import Hub, Repository
-from support.tiny_models import tiny_model, tiny_tokenizer, with_earlier_names
+from support.tiny_models import tiny_model, tiny_tokenizer
 
 
 REPO = "alice/model"
@@ -348,17 +348,18 @@ class TestCodeOnly:
         assert "It likes cats." in readme(hub)
         assert any("differential_attention.py" in str(finding) for finding in shown[0].findings)
 
-    def test_an_older_auto_map_and_architecture_become_the_packages(self, hub: Hub, folder: Path) -> None:
+    def test_an_older_auto_map_becomes_the_packages(self, hub: Hub, folder: Path) -> None:
         push(folder, REPO)
         config = json.loads(pushed(hub).files()["config.json"])
-        old = config | {"auto_map": {"AutoConfig": "old.Config"}, "architectures": ["DiffLlamaForCausalLM"]}
+        old = config | {"auto_map": {"AutoConfig": "old.Config"}}
         pushed(hub).commit({"config.json": json.dumps(old).encode()})
         push(folder, REPO, code_only=True)
         assert json.loads(pushed(hub).files()["config.json"]) == config
 
-    def test_earlier_code_is_not_sent(self, hub: Hub, folder: Path) -> None:
+    def test_code_without_the_models_classes_is_not_sent(self, hub: Hub, folder: Path) -> None:
         push(folder, REPO)
-        with_earlier_names(folder)
+        file = folder / "modeling_diffllama.py"
+        file.write_text(file.read_text().replace("class DifferentialLlamaModel(", "class Other("))
         with pytest.raises(FolderError, match="has no class DifferentialLlamaModel"):
             push(folder, REPO, code_only=True)
 

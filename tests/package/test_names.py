@@ -1,4 +1,4 @@
-"""The classes' names are not those of transformers, and folders made when they were load all the same."""
+"""The classes' names are not those of transformers."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ import diffllama
 from diffllama.modeling_diff import modeling_diffllama
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
 from support import subprocess_runner
-from support.tiny_models import VARIANTS, tiny_config, tiny_tokenizer, tokens, with_earlier_names
+from support.tiny_models import VARIANTS, tiny_config, tiny_tokenizer, tokens
 
 
 AUTO_CLASSES = [name for name in AUTO_MAP if name != "AutoConfig"]
@@ -96,9 +96,6 @@ def test_pipelines_know_what_each_head_is_for(head: str, logged: pytest.LogCaptu
     assert [message for message in logged.messages if "not supported" in message] == []
 
 
-# --- folders that were made when the classes had those names --------------------------------------------------------
-
-
 PROCESS = """
 import json, sys
 from pathlib import Path
@@ -111,39 +108,29 @@ from transformers.modelcard import TASK_MAPPING  # a Trainer's, also for smoothe
 trust = {"trust_remote_code": True} if sys.argv[1] == "remote code" else {}
 facts |= {"modules": {}, "names": {}, "tasks": {}}
 for folder in sorted(Path().iterdir()):
-    auto_class = folder.name.partition(" ")[0]
-    model = getattr(transformers, auto_class).from_pretrained(folder, **trust).eval()
+    model = getattr(transformers, folder.name).from_pretrained(folder, **trust).eval()
     with torch.no_grad():
         found = model(torch.tensor(json.loads(sys.argv[2])), use_cache=False).to_tuple()
     facts["modules"][folder.name] = type(model).__module__
     facts["names"][folder.name] = name = type(model).__name__
     facts["tasks"][folder.name] = [task for task, names in TASK_MAPPING.items() if name in names.values()]
     torch.save(torch.cat([tensor.flatten() for tensor in found]), folder / "outputs")
-    if auto_class in PIPELINES:
-        transformers.pipeline(PIPELINES[auto_class], model=str(folder), **trust)
+    if folder.name in PIPELINES:
+        transformers.pipeline(PIPELINES[folder.name], model=str(folder), **trust)
 """
-
-
-NAMES = {"today": (False, False), "earlier": (True, True), "earlier, but for the code": (True, False)}
-"""Whether config.json has the earlier names, and whether the folder's code has."""
 
 
 @pytest.mark.parametrize("by", ["remote code", "package"])
 def test_folders_load_by_their_code_and_by_the_package_without_a_complaint(by: str, tmp_path: Path) -> None:
     folders = tmp_path / "folders"
     expected, names, tasks = {}, {}, {}
-    for kind, (config, code) in NAMES.items():
-        for variant, auto_class in zip(VARIANTS * 3, AUTO_CLASSES, strict=False):
-            folder = folders / f"{auto_class} {kind}"
-            model = tiny(auto_class, variant)
-            model.save_pretrained(folder)
-            tiny_tokenizer().save_pretrained(folder)
-            with_earlier_names(folder, config, code)
-            assert ("DiffLlama" in (folder / "config.json").read_text()) is config
-            expected[folder.name] = outputs(model)
-            name = AUTO_MAP[auto_class].partition(".")[2]
-            names[folder.name] = name.replace("Differential", "Diff") if by == "remote code" and code else name
-            tasks[folder.name] = [TASKS[auto_class]] if auto_class in TASKS else []
+    for variant, auto_class in zip(VARIANTS * 3, AUTO_CLASSES, strict=False):
+        model = tiny(auto_class, variant)
+        model.save_pretrained(folders / auto_class)
+        tiny_tokenizer().save_pretrained(folders / auto_class)
+        expected[auto_class] = outputs(model)
+        names[auto_class] = AUTO_MAP[auto_class].partition(".")[2]
+        tasks[auto_class] = [TASKS[auto_class]] if auto_class in TASKS else []
     known, printed = subprocess_runner.run(
         f"PIPELINES = {PIPELINES}\n{PROCESS}",
         by,
@@ -158,15 +145,3 @@ def test_folders_load_by_their_code_and_by_the_package_without_a_complaint(by: s
     assert known["tasks"] == tasks
     for folder, values in expected.items():
         assert torch.equal(torch.load(folders / folder / "outputs"), values)
-
-
-def test_an_earlier_folder_is_saved_again_with_todays_names_for_what_it_is(tmp_path: Path) -> None:
-    for auto_class in HEADS:
-        folder, again = tmp_path / auto_class, tmp_path / "again" / auto_class
-        tiny(auto_class).save_pretrained(folder)
-        with_earlier_names(folder)
-        getattr(transformers, auto_class).from_pretrained(folder).save_pretrained(again)
-        config = json.loads((again / "config.json").read_text())
-        name = AUTO_MAP[auto_class].partition(".")[2]
-        assert config["architectures"] == [name]
-        assert config["auto_map"][auto_class] == AUTO_MAP[auto_class]

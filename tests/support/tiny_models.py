@@ -1,7 +1,5 @@
 """Small models and inputs that the tests share."""
 
-import re
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,15 +93,3 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         "{% if add_generation_prompt %} <|assistant|>{% endif %}"
     )
     return tokenizer
-
-
-def with_earlier_names(folder: Path, config: bool = True, code: bool = True) -> None:
-    """Gives a folder the names that the model classes had once: in its configuration, in its code."""
-    file = folder / "config.json"
-    if config:
-        file.write_text(re.sub(r"Differential(?!LlamaConfig)", "Diff", file.read_text()))
-    file = folder / "modeling_diffllama.py"
-    if code:
-        text = file.read_text()
-        aliases = text[text.index("# transformers has classes") : text.index("__all__")]
-        file.write_text(text.replace(aliases, "").replace("DifferentialLlama", "DiffLlama"))
