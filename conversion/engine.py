@@ -28,7 +28,7 @@ from diffllama.conversion.transformers_models import ComparableSource, Transform
 from diffllama.conversion.unilm import AttentionResult, UnilmResult, UnilmSource
 from diffllama.conversion.verification import Verification, compare, free_memory, promise
 from diffllama.conversion.weight_map import is_dropped, plan
-from diffllama.hub_cards.cards import CARD, Facts, inherited_metadata, model_card, updated
+from diffllama.hub_cards.cards import CARD, ModelFacts, inherited_metadata, model_card, updated
 from diffllama.hub_cards.code import code_licence
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
@@ -135,7 +135,7 @@ def convert(
             "verification": verification,
         }
         write_json(folder / "conversion.json", record)
-        facts = Facts(
+        facts = ModelFacts(
             config=ours,
             parameters=sum(step.result.numel() for step in steps.values()),
             dtype=str(config.dtype).removeprefix("torch."),

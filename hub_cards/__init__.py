@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Hub folders: they are made (`export`), get cards (`write_card`), are checked (`check`) and sent (`push`)."""
+"""Hub folders: create them (`export`), write their cards (`write_card`), `check` them and `push` them."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from diffllama.hub_cards.hub_folder import export, write_card
     from diffllama.hub_cards.upload import push
 
-_HOMES = {
+_MODULES = {
     "Finding": "findings",
     "check": "checks",
     "export": "hub_folder",
@@ -22,9 +22,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Not imported at once: the command line imports `findings` to check its arguments, and needs no torch for that
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    # Imported on first use: most of these import torch and transformers, which takes seconds
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,9 +1,9 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Model cards, filled from facts, and updated without losing what somebody wrote into them.
+"""Model cards: generated from facts, and updated without losing what people wrote into them.
 
-The text of a card consists of sections between comments that nobody sees on the Hub. The comment that begins a section
-has the SHA-256 of the text that was generated, so that an edit shows.
+A card's text consists of sections between HTML comments, which the Hub does not show. The opening comment has the
+SHA-256 of the generated text, so that an edit is noticed.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ from yaml import YAMLError
 from diffllama.checkpoints.models import AUTO_CLASSES
 from diffllama.checkpoints.options import VARIANTS
 from diffllama.checkpoints.versions import PACKAGE_URL
-from diffllama.hub_cards.texts import has_place
-from diffllama.hub_cards.training import training_rows
+from diffllama.hub_cards.sanitize import contains_local_path
+from diffllama.hub_cards.training_record import training_rows
 
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Task(NamedTuple):
-    """What a model is for: the Hub's name of it, and what the model is."""
+    """The task of a model class: the Hub's name of it, and what such a model is called."""
 
     pipeline_tag: str
     kind_of_model: str
@@ -47,34 +47,34 @@ TASKS = {
     "DifferentialLlamaForQuestionAnswering": Task("question-answering", "model for extractive question answering"),
     "DifferentialLlamaModel": Task("feature-extraction", "model without a head"),
 }
-"""Class of ours -> what it is for."""
+"""Model class -> its task."""
 
 CARD = "README.md"
-"""What the Hub takes for a card."""
+"""The file that the Hub shows as a card."""
 
 INHERITED = ("license", "license_name", "license_link", "language")
-"""What a card's metadata says of a model and of those made from it."""
+"""Metadata that also holds for models made from a model."""
 
 GENERATED = {"library_name", "pipeline_tag"}
-"""What facts alone say in a card's metadata."""
+"""Metadata that is always generated."""
 
 _SECTION = re.compile(r"<!-- diffllama:(\w+) ([0-9a-f]{64}) -->\n(.*?)<!-- /diffllama:\1 -->\n?", re.DOTALL)
 _PIN = re.compile(r"(?<=revision=\")[0-9a-f]{40}(?=\")|(?<=-revision )[0-9a-f]{40}\b")
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a card tells of a model.
+class ModelFacts:
+    """The facts about a model that a card states.
 
     Attributes:
-        config: our configuration (of a conversion into another format, that of its source).
-        parameters: how many numbers the weights have.
-        dtype: of most of them, such as "bfloat16".
-        architecture: the class that the weights belong to.
+        config: its diffllama configuration (of a conversion into another format, that of its source).
+        parameters: number of parameters.
+        dtype: of most weights, such as "bfloat16".
+        architecture: the model class of the weights.
         chat: whether the tokenizer has a chat template.
-        part: whether it is attention modules alone.
+        part: whether it is attention modules only.
         conversion: conversion.json, see `conversion.engine.convert`.
-        trained: whether the weights are other ones than the conversion made.
+        trained: whether the weights have changed since the conversion.
         training: training.json, see `training_record`.
         evaluation: evaluation.json, see `evaluation_rows`.
         code_licence: the file with the licence of the folder's code.
@@ -93,104 +93,100 @@ class Facts:
     code_licence: str = "LICENSE"
 
     @property
-    def ours(self) -> bool:
-        """Whether the folder is a model of ours, and not one converted into another format."""
+    def is_diffllama(self) -> bool:
+        """Whether the folder has a diffllama model, and not one converted into another format."""
         return self.conversion is None or self.conversion["result"]["format"] == self.config.model_type
 
+    def cache_bytes(self, tokens: int, sliding: bool = False) -> int:
+        """Bytes of the KV cache of a sequence in the dtype of the weights.
 
-def cache_bytes(facts: Facts, tokens: int, sliding: bool = False) -> int:
-    """Bytes of keys and values of so many tokens in a cache, in the dtype of the weights.
-
-    Args:
-        facts: the model.
-        tokens: how many.
-        sliding: whether in its layers with a sliding window, or in those without one.
-    """
-    layer_type = "sliding_attention" if sliding else "full_attention"
-    layers, heads, width = (facts.config.layer_types or []), facts.config.num_key_value_heads, facts.config.head_dim
-    assert heads is not None  # set when the configuration is made, as is the next
-    assert width is not None
-    numbers = 2 * layers.count(layer_type) * heads * width * tokens
-    return numbers * getattr(torch, facts.dtype).itemsize
+        Args:
+            tokens: its length.
+            sliding: whether to count the layers with a sliding window, or those without.
+        """
+        layers = (self.config.layer_types or []).count("sliding_attention" if sliding else "full_attention")
+        heads, width = self.config.num_key_value_heads, self.config.head_dim
+        assert heads is not None  # set when the configuration is created, as is the next
+        assert width is not None
+        return 2 * layers * heads * width * tokens * getattr(torch, self.dtype).itemsize
 
 
 def model_card(
-    facts: Facts,
+    facts: ModelFacts,
     name: str,
     metadata: Mapping[str, Any] | None = None,
     repo: str | None = None,
     revision: str | None = None,
 ) -> ModelCard:
-    """The card of a model: of a converted, a fine-tuned or another trained one, as the facts say.
+    """The card of a model that was converted, fine-tuned or trained from scratch, according to the facts.
 
     Args:
-        facts: what is known of it; what is not known is left out.
-        name: what the card calls the model, where nothing better is known.
-        metadata: what only people know, as in a card's metadata: `license`, `base_model`, `datasets`, `language`, …
-            That of an older card stays in full, but for what the facts say.
-        repo: the model's repository on the Hub, `owner/name`, for the code that loads it.
-        revision: the full hash of the commit that this code is to load.
+        facts: the facts; unknown ones are left out.
+        name: the title, unless the model was converted.
+        metadata: metadata that the facts do not imply: `license`, `base_model`, `datasets`, `language`, … All
+            metadata of an older card can be given; what the facts imply replaces it.
+        repo: the model's repository on the Hub, `owner/name`, for the example code.
+        revision: the full hash of the commit that the example code loads.
     """
-    config, conversion, metadata = facts.config, facts.conversion, without_places(metadata or {})
+    config, conversion, metadata = facts.config, facts.conversion, without_local_paths(metadata or {})
     unilm = conversion is not None and conversion["result"]["format"].startswith("unilm")
     task = TASKS[facts.architecture]
     if conversion is not None and "revision" in conversion["source"]:
         metadata.setdefault("base_model", conversion["source"]["name"])
     if "base_model" in metadata:
-        # The Hub has no word for a conversion; this is its word for a whole model with another one's weights.
+        # The Hub has no relation for conversions; this is the one for full weights derived from another model
         metadata.setdefault("base_model_relation", "finetune")
     if conversion is not None and facts.training is None and not facts.trained:
         template = "converted"
     else:
         template = "fine_tuned" if "base_model" in metadata else "trained"
-    variants = [f"diff-{variant}" for variant in VARIANTS]
-    known = ("diffllama", "differential-attention", f"diff-{config.diff_variant}")
-    theirs = [tag for tag in as_list(metadata.get("tags")) if tag not in (*known, *variants)]
-    metadata["tags"] = [*known, *theirs]
+    tags = ["diffllama", "differential-attention", f"diff-{config.diff_variant}"]
+    generated = {*tags, *(f"diff-{variant}" for variant in VARIANTS)}
+    metadata["tags"] = tags + [tag for tag in as_list(metadata.get("tags")) if tag not in generated]
     if not facts.part and not unilm:
         metadata |= {"library_name": "transformers", "pipeline_tag": task.pipeline_tag}
     data = ModelCardData(**metadata)
     if facts.evaluation:
         new = [eval_result(row, task.pipeline_tag) for row in facts.evaluation]
-        results = {measured(result): result for result in (*(data.eval_results or ()), *new)}
+        results = {eval_result_key(result): result for result in (*(data.eval_results or ()), *new)}
         data.model_name, data.eval_results = data.model_name or name, list(results.values())
-    text = environment().get_template(f"{template}.md").render(
-        section=section,
-        facts=facts,
-        source=conversion and conversion["source"],
-        requirements=requirements(),
-        package=f"[diffllama]({PACKAGE_URL})" if PACKAGE_URL else "diffllama",
-        result=conversion and conversion["result"],
-        check=conversion and conversion["verification"],
-        config=config,
-        metadata=metadata,
-        name=name,
-        repo=repo,
-        revision=revision,
-        pin=f', revision="{revision}"' if revision else "",
-        trust=", trust_remote_code=True" if facts.ours else "",
-        ours=facts.ours,
-        task=task,
-        auto_class=AUTO_CLASSES[facts.architecture],
-        training=training_rows(facts.training or {}),
-        harness=sorted({row["harness"] for row in facts.evaluation if "harness" in row}),
-        bases=as_list(metadata.get("base_model")),
-        datasets=as_list(metadata.get("datasets")),
-        heads=config.num_attention_heads // 2,
-        sliding=(config.layer_types or []).count("sliding_attention"),
-        mebibytes=lambda tokens, sliding=False: f"{cache_bytes(facts, tokens, sliding) / 2**20:.4g}",
-    )  # fmt: skip
+    text = (
+        environment()
+        .get_template(f"{template}.md")
+        .render(
+            facts=facts,
+            config=config,
+            source=conversion and conversion["source"],
+            result=conversion and conversion["result"],
+            check=conversion and conversion["verification"],
+            training=training_rows(facts.training or {}),
+            harness=sorted({row["harness"] for row in facts.evaluation if "harness" in row}),
+            metadata=metadata,
+            bases=as_list(metadata.get("base_model")),
+            datasets=as_list(metadata.get("datasets")),
+            name=name,
+            repo=repo,
+            revision=revision,
+            pin=f', revision="{revision}"' if revision else "",
+            trust=", trust_remote_code=True" if facts.is_diffllama else "",
+            task=task,
+            auto_class=AUTO_CLASSES[facts.architecture],
+            package=f"[diffllama]({PACKAGE_URL})" if PACKAGE_URL else "diffllama",
+            requirements=requirements(),
+            sliding=(config.layer_types or []).count("sliding_attention"),
+        )
+    )
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text.strip()}\n")
 
 
-def without_places(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata without the paths of a machine, which peft's own cards have as base models and tags."""
-    known = {}
+def without_local_paths(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata without local paths, which peft writes as base models and tags."""
+    kept = {}
     for name, value in metadata.items():
-        kept = [each for each in value if not has_place(each)] if isinstance(value, list) else value
-        if kept != [] and not has_place(kept):
-            known[name] = kept
-    return known
+        values = [item for item in value if not contains_local_path(item)] if isinstance(value, list) else value
+        if values != [] and not contains_local_path(values):
+            kept[name] = values
+    return kept
 
 
 def requirements() -> list[str]:
@@ -199,31 +195,33 @@ def requirements() -> list[str]:
 
 
 def inherited_metadata(card: Path) -> dict[str, Any]:
-    """What the card of a model that another one is made from says of that one too: licence and languages."""
+    """The metadata in a card that also holds for models made from this one: licence and languages."""
     try:
         text = read_card(card)
         metadata = ModelCard(text, ignore_metadata_errors=True).data.to_dict() if text else {}
-    except (OSError, ValueError, YAMLError):  # none that can be read: nothing is known
+    except (OSError, ValueError, YAMLError):  # unreadable: nothing is known
         return {}
     return {name: metadata[name] for name in INHERITED if name in metadata}
 
 
 def environment() -> Environment:
-    """Where the templates are; a name that a template uses and nobody gives is an error."""
+    """The templates. A variable that is not defined is an error."""
     templates = Environment(
         loader=PackageLoader("diffllama.hub_cards", ""), undefined=StrictUndefined, keep_trailing_newline=True
     )
-    templates.filters["cell"] = cell
+    templates.filters["cell"] = table_cell
+    templates.globals["section"] = section
     return templates
 
 
 def as_list(value: str | Sequence[str] | None) -> list[str]:
-    """One, several or none, as a list."""
+    """One value, several or none, as a list."""
     return [value] if isinstance(value, str) else list(value or ())
 
 
 def eval_result(row: Mapping[str, Any], task: str) -> EvalResult:
     """A row of evaluation.json for the metadata."""
+    harness = row.get("harness")
     return EvalResult(
         task_type=task,
         dataset_type=row.get("dataset", row["task"]),
@@ -233,35 +231,35 @@ def eval_result(row: Mapping[str, Any], task: str) -> EvalResult:
         metric_type=row["metric"],
         metric_value=row["value"],
         metric_name=f"{row['metric']}, {row['shots']}-shot" if "shots" in row else row["metric"],
-        source_name=f"lm-evaluation-harness {row['harness']}" if "harness" in row else None,
-        source_url="https://github.com/EleutherAI/lm-evaluation-harness" if "harness" in row else None,
+        source_name=harness and f"lm-evaluation-harness {harness}",
+        source_url=harness and "https://github.com/EleutherAI/lm-evaluation-harness",
     )
 
 
-def measured(result: EvalResult) -> tuple[Any, ...]:
-    """What a result is of: another one of the same takes its place."""
+def eval_result_key(result: EvalResult) -> tuple[Any, ...]:
+    """What a result measures. A new result replaces an old one with the same key."""
     return *result.unique_identifier, result.dataset_name, result.metric_type, result.metric_name
 
 
-def cell(value: Any) -> str:
-    """A value for a cell of a table, whatever characters a name has."""
+def table_cell(value: Any) -> str:
+    """A value as a cell of a table, whatever characters it has."""
     return html.escape(" ".join(str(value).split()), quote=False).replace("|", "\\|")
 
 
 def digest(text: str) -> str:
-    """SHA-256 of a text, whatever its line endings and the blank lines around it."""
+    """SHA-256 of a text, ignoring the kind of line endings and blank lines around it."""
     return hashlib.sha256("\n".join(text.strip().splitlines()).encode()).hexdigest()
 
 
 def section(name: str, caller: Callable[[], str]) -> str:
-    """A section of a card; also an empty one, so that what is known later has a place."""
+    """A section of a card. Empty ones are kept too, as places for later facts."""
     text = re.sub(r"\n{3,}", "\n\n", caller().strip())
     body = f"{text}\n" if text else ""
     return f"<!-- diffllama:{name} {digest(text)} -->\n{body}<!-- /diffllama:{name} -->\n\n"
 
 
-def front_and_body(text: str) -> tuple[str, str]:
-    """The metadata of a card, as it is written, and the text behind it."""
+def split_front_matter(text: str) -> tuple[str, str]:
+    """The YAML of a card, and the text after it."""
     block = REGEX_YAML_BLOCK.search(text)
     return (block[2], text[block.end() :]) if block else ("", text)
 
@@ -271,20 +269,20 @@ def is_edited(match: re.Match[str]) -> bool:
     return digest(match[3]) != match[2]
 
 
-def written_by_hand(text: str) -> str:
-    """What people wrote into a card, beside its metadata: sections that were edited, and text that is in none."""
-    _, body = front_and_body(text)
+def handwritten_text(text: str) -> str:
+    """The text that people wrote into a card: edited sections, and text outside of sections."""
+    _, body = split_front_matter(text)
     return _SECTION.sub(lambda match: match[0] if is_edited(match) else "", body).strip()
 
 
 def pinned_revision(text: str) -> str | None:
-    """The commit that the code in a card loads."""
+    """The commit that the example code of a card loads."""
     match = _PIN.search(text)
     return match and match[0]
 
 
-def repinned(text: str, revision: str) -> str:
-    """A card whose code loads another commit. Sections that somebody edited stay as they are."""
+def pin_revision(text: str, revision: str) -> str:
+    """A card whose example code loads another commit. Edited sections stay as they are."""
 
     def replace(match: re.Match[str]) -> str:
         if is_edited(match):
@@ -296,42 +294,42 @@ def repinned(text: str, revision: str) -> str:
 
 def updated_card(
     old: str,
-    facts: Facts,
+    facts: ModelFacts,
     name: str,
     metadata: Mapping[str, Any] | None = None,
     repo: str | None = None,
     revision: str | None = None,
     where: str = CARD,
 ) -> tuple[str, list[str]]:
-    """The text of a card with new facts, see `model_card` and `updated`. Metadata that is given goes before the old.
+    """The text of a card with new facts, see `model_card` and `updated`. `metadata` replaces the old card's.
 
     Raises:
-        ValueError: the old card or the facts have something unexpected; the message says `where` the card is.
+        ValueError: the old card or the facts have unexpected content; the message says `where` the card is.
     """
-    known = card_metadata(old, where) | dict(metadata or {})
+    known = parse_metadata(old, where) | dict(metadata or {})
     try:
         new = model_card(facts, name, known, repo, revision)
-    except Exception as error:  # facts are from JSON files, which can have anything where something else is expected
+    except Exception as error:  # facts come from JSON files, which can hold any types
         raise ValueError(
-            f"No card can be made of {where} and conversion.json, training.json and evaluation.json beside it: one has "
-            f"something unexpected: {type(error).__name__}: {error}"
+            f"No card can be generated from {where}, conversion.json, training.json and evaluation.json: one of them "
+            f"has unexpected content: {type(error).__name__}: {error}"
         ) from error
     return updated(old, new)
 
 
 def updated(old: str, new: ModelCard) -> tuple[str, list[str]]:
-    """A card's text with new facts and with everything that somebody wrote into it.
+    """A card's text with new facts and with everything that people wrote into it.
 
-    Sections that were generated and not edited since are replaced. Edited ones and text around them stay; sections
-    that were removed stay away. A card that was not generated is kept before the new text. The metadata is the new
-    card's, with the comments of the old one that have lines of their own.
+    Generated sections are replaced unless they were edited. Text around them stays; sections that were removed stay
+    removed. A card without generated sections is kept in front of the new text. The metadata is the new card's, with
+    the old one's YAML comments that have lines of their own.
 
     Args:
-        old: the card as it is; may be empty.
-        new: a card of `model_card`, made with the old one's metadata.
+        old: the card's text; may be empty.
+        new: the result of `model_card` with the old card's metadata.
 
     Returns:
-        The text, and the names of the sections that were kept because somebody had edited them.
+        The text, and the names of the sections that were kept because they had been edited.
     """
     sections = {match[1]: match[0] for match in _SECTION.finditer(new.text)}
     edited = []
@@ -341,58 +339,64 @@ def updated(old: str, new: ModelCard) -> tuple[str, list[str]]:
             edited.append(match[1])
         return match[0] if match[1] in edited else sections.get(match[1], "")
 
-    front, text = front_and_body(old)
+    front, text = split_front_matter(old)
     if _SECTION.search(text):
         text = _SECTION.sub(replace, text)
     else:
         text = f"{text.rstrip()}\n\n{new.text.lstrip()}" if text.strip() else new.text
     comments = [line for line in front.splitlines() if line.startswith("#")]
-    head = "\n".join(("---", *comments, new.data.to_yaml(), "---"))
-    return f"{head}\n\n{text.strip()}\n", edited
+    front = "\n".join(("---", *comments, new.data.to_yaml(), "---"))
+    return f"{front}\n\n{text.strip()}\n", edited
 
 
-def settled_card(mine: str, theirs: str, here: str, there: str, otherwise: str) -> tuple[str, dict[str, Any]]:
-    """Which of two cards is to be updated so that no text of people is lost, and the metadata of both.
+def merge_cards(card: str, other: str, place: str, other_place: str, alternative: str) -> tuple[str, dict[str, Any]]:
+    """Chooses which of two cards to update so that no handwritten text is lost, and merges their metadata.
 
     Args:
-        mine, theirs: the two texts.
-        here, there: where they are, for messages.
-        otherwise: how to keep the first alone, for messages.
+        card, other: the two texts.
+        place, other_place: where they are, for messages.
+        alternative: how to keep only the first, for messages.
+
+    Returns:
+        The text to update, and the merged metadata.
 
     Raises:
-        ValueError: each has text of people, or metadata, that the other has not.
+        ValueError: each has handwritten text, or metadata, that the other lacks.
     """
-    advice = f"Bring what {there} has into the one of {here}, or {otherwise}."
-    written = [set(written_by_hand(text).splitlines()) for text in (mine, theirs)]
-    if not (written[0] <= written[1] or written[1] <= written[0]):
-        raise ValueError(f"People wrote different things into {CARD} of {here} and of {there}. {advice}")
-    known, other = card_metadata(mine, f"{CARD} of {here}"), card_metadata(theirs, f"{CARD} of {there}")
-    merged = other | known
-    for name in known.keys() & other.keys() - GENERATED:
-        if known[name] != other[name]:
-            if not isinstance(known[name], list) and not isinstance(other[name], list):
-                values = f"{known[name]!r} in {here} and {other[name]!r} in {there}"
-                raise ValueError(f"`{name}` in {CARD} is {values}. {advice}")
-            theirs_first = as_list(other[name])
-            merged[name] = theirs_first + [value for value in as_list(known[name]) if value not in theirs_first]
-    return (mine if written[1] <= written[0] else theirs), merged
+    advice = f"Merge the changes from {other_place} into {place}/{CARD}, or {alternative}."
+    lines, other_lines = (set(handwritten_text(text).splitlines()) for text in (card, other))
+    if not (lines <= other_lines or other_lines <= lines):
+        raise ValueError(f"The handwritten texts in {CARD} of {place} and of {other_place} differ. {advice}")
+    metadata, others = parse_metadata(card, f"{CARD} of {place}"), parse_metadata(other, f"{CARD} of {other_place}")
+    merged = others | metadata
+    for name in metadata.keys() & others.keys() - GENERATED:
+        value, other_value = metadata[name], others[name]
+        if value == other_value:
+            continue
+        if not isinstance(value, list) and not isinstance(other_value, list):
+            raise ValueError(
+                f"`{name}` in {CARD} is {value!r} in {place} and {other_value!r} in {other_place}. {advice}"
+            )
+        others_first = as_list(other_value)
+        merged[name] = others_first + [item for item in as_list(value) if item not in others_first]
+    return (card if other_lines <= lines else other), merged
 
 
 def read_card(path: Path) -> str:
-    """The text of a card; empty if there is none. Raises `ValueError` if it is no text."""
+    """The text of a card; empty if there is none. Raises `ValueError` if it is not text."""
     try:
         return path.read_text(encoding="utf-8-sig") if path.is_file() else ""
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+        raise ValueError(f"{path} is not text in UTF-8: {error}") from error
 
 
-def card_metadata(text: str, where: str) -> dict[str, Any]:
-    """The metadata of a card's text. Raises `ValueError`, with where it stands, if it cannot be read.
+def parse_metadata(text: str, where: str) -> dict[str, Any]:
+    """The metadata of a card's text. Raises `ValueError` that names `where` it is if it cannot be read.
 
-    YAML's aliases are refused: a few lines of them can stand for more than any memory holds.
+    YAML aliases are refused: a few lines of them can expand to more than fits into memory.
     """
     try:
-        front, _ = front_and_body(text)
+        front, _ = split_front_matter(text)
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(front, yaml.SafeLoader)):
             raise ValueError("it has YAML aliases (*name): write the values out")
         return ModelCard(text).data.to_dict() if text.strip() else {}

@@ -1,53 +1,115 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a folder is fit for the Hub. No code in it is run."""
+"""Whether a folder can be published. It may be hostile, so it is read in a process with limited time and memory."""
 
+import multiprocessing
 import os
-from collections.abc import Sequence
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
-from diffllama.hub_cards.findings import RULES, Finding, FolderError, allowed, check_arguments, errors
-from diffllama.hub_cards.limits import Inspection, inspect_with_limits
+from diffllama.hub_cards.findings import Finding, apply_allowlist, check_arguments
 
 
-__all__ = ["RULES", "Finding", "FolderError", "check", "check_code", "errors"]
+TIME_LIMIT = 60.0
+"""Seconds that reading a single file, or a single tensor, may take."""
+
+MEMORY_LIMIT = 2 * 2**30
+"""Bytes that the process may allocate besides its libraries. Enforced on Linux only."""
+
+Inspection = Callable[[Path], Iterator[Finding | str]]
+"""Yields the name of each file before it is read, and findings."""
 
 
 def check(folder: str | os.PathLike[str], *, allow: Sequence[str] = ()) -> list[Finding]:
-    """What is wrong with a folder that is to be published, and what is good to know about it.
+    """Checks a folder that is to be published.
 
-    A model folder consists of known files; any other is wrong. Every file is what its name says and loads, by what is
-    installed here and never by the folder's own code; the code is the package's; the weights are those that the
-    configuration asks for, and finite; there are no pickles, secrets, or paths of a machine. All of it is read in a
-    process of its own, with limits of time and memory.
+    A model folder consists of known files; any other is an error. Every file must match its name and load with the
+    installed libraries, never with the folder's own code. The code must be the package's, and the weights finite and
+    those of the configuration. Pickles, secrets and local paths are errors.
 
     Args:
-        folder: the folder, with a model of ours.
-        allow: findings to take for notes, FILE:RULE each, as a finding's text begins. FILE may be a pattern.
+        folder: a folder with a diffllama model.
+        allow: findings to downgrade to notes, as FILE:RULE, which is how the text of a finding begins. FILE may be a
+            pattern.
 
     Returns:
-        The findings; `severity` tells which are wrong.
+        The findings, errors and notes.
 
     Raises:
-        FileNotFoundError: there is no such folder.
-        ValueError: an entry of `allow` is no FILE:RULE.
-        FolderError: an entry of `allow` matches nothing.
+        FileNotFoundError: the folder does not exist.
+        ValueError: an entry of `allow` is not FILE:RULE.
+        FolderError: an entry of `allow` matches no finding.
     """
     check_arguments(folder, allow)
-    from diffllama.hub_cards.inspection import inspect  # takes seconds to import
+    from diffllama.hub_cards.folder_checks import inspect_folder  # takes seconds to import
 
-    return run(inspect, folder, allow)
+    return apply_allowlist(run_isolated(inspect_folder, folder), allow)
 
 
 def check_code(folder: str | os.PathLike[str], *, allow: Sequence[str] = ()) -> list[Finding]:
-    """What `check` says of a folder's code alone."""
+    """Checks the code of a folder only, see `check`."""
     check_arguments(folder, allow)
-    from diffllama.hub_cards.inspection import inspect_code
+    from diffllama.hub_cards.folder_checks import inspect_code
 
-    return run(inspect_code, folder, allow)
+    return apply_allowlist(run_isolated(inspect_code, folder), allow)
 
 
-def run(inspect: Inspection, folder: str | os.PathLike[str], allow: Sequence[str]) -> list[Finding]:
-    """The findings of an inspection, each once."""
-    findings = inspect_with_limits(inspect, Path(os.path.abspath(folder)))
-    return allowed(dict.fromkeys(findings), allow)
+def run_isolated(inspect: Inspection, folder: str | os.PathLike[str]) -> list[Finding]:
+    """The findings of an inspection in a process of its own, each once.
+
+    The process is killed when it exceeds a limit, which is a finding as well. On Linux it is a fork, which imports
+    nothing again. Elsewhere forks are unsafe or unavailable.
+    """
+    folder = Path(os.path.abspath(folder))
+    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(sender, inspect, folder), daemon=True)
+    process.start()
+    sender.close()  # so that the pipe ends with the process
+    findings: list[Finding] = []
+    file, failure = folder.name, None
+    try:
+        while failure is None:
+            if not receiver.poll(TIME_LIMIT):
+                failure = f"takes longer than {TIME_LIMIT:g} s to read"
+            elif (item := receiver.recv()) is None:
+                break
+            elif isinstance(item, Finding):
+                findings.append(item)
+            else:
+                file = item
+    except EOFError:
+        process.join()
+        failure = f"crashes the process that reads it (exit code {process.exitcode})"
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+    if failure is not None:
+        findings.append(Finding(file, f"{failure}. The files after it were not checked", "limits"))
+    return list(dict.fromkeys(findings))
+
+
+def _child(sender: Connection, inspect: Inspection, folder: Path) -> None:
+    """Runs an inspection and sends what it yields, then `None`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of tokenizers do not survive a fork
+    limit_memory()
+    for item in inspect(folder):
+        sender.send(item)
+    sender.send(None)
+
+
+def limit_memory() -> None:
+    """Limits what this process may allocate from now on to `MEMORY_LIMIT`."""
+    if sys.platform != "linux":
+        return
+    import resource
+
+    pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack
+    limit = pages * resource.getpagesize() + MEMORY_LIMIT
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What `check` finds in a folder, and what the user allows."""
+"""The findings of `check`, their rules, and which of them the user allows."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from diffllama.checkpoints.errors import DiffLlamaError
 
 
 RULES = {
-    "adapter": "a PEFT adapter beside the model, which makes transformers load the model that the adapter names",
+    "adapter": "a PEFT adapter beside the model, which makes transformers load the adapter's base model",
     "archive": "a compressed file or an archive",
     "auto-map": "`auto_map` names code other than this package's",
     "card": "README.md and its metadata",
@@ -22,31 +22,31 @@ RULES = {
     "code-differs": "code that is not this package's",
     "config": "config.json does not load",
     "config-field": "a field of config.json that makes transformers load or run something else",
-    "content": "a file's content is not what its name says",
+    "content": "a file's content does not match its name",
     "generation": "generation_config.json",
-    "hidden-file": "a hidden file, which `push` does not send",
-    "json": "a JSON file that cannot be read",
+    "hidden-file": "a hidden file, which `push` does not upload",
+    "json": "an invalid JSON file",
     "licence": "no licence",
-    "limits": "reading the file takes too much time or memory, or ends the process",
+    "limits": "reading the file takes too much time or memory, or crashes",
     "link": "a link to a folder, to nothing or out of the folder",
     "non-finite": "NaN or infinite weights",
     "other-code": "a Python file that is not part of the model",
-    "path": "a path on somebody's machine",
-    "pickle": "a pickle, which runs code when it is loaded",
+    "path": "a local path",
+    "pickle": "a pickle, which can execute code when it is loaded",
     "program": "a program or a script",
     "secret": "a token, key or password",
-    "size": "a file of text that is too large to be searched",
+    "size": "a text file that is too large to be searched",
     "special-file": "a pipe, socket or device",
-    "template": "a chat template that fails or reaches for Python's internals",
+    "template": "a chat template that fails or uses Python's internals",
     "tokenizer": "the tokenizer does not load or does not fit the model",
     "unknown-file": "a file that is not part of a model folder",
-    "weights": "weights are missing, damaged or not those that config.json asks for",
+    "weights": "weights are missing, damaged or do not match config.json",
 }
 """Rule -> what it is about."""
 
 
 class FolderError(DiffLlamaError):
-    """A folder is not fit for the Hub. The message lists what is wrong with it, a line each."""
+    """A folder must not be published. The message lists every error, one per line."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Finding:
     """Something about a folder.
 
     Attributes:
-        file: the file that it is about.
-        message: what it is.
-        rule: one of `RULES`. FILE:RULE is what `allow` takes.
-        severity: "error" if the folder must not be published so; "note" if it is good to know.
+        file: path of the file within the folder.
+        message: a description.
+        rule: one of `RULES`. `allow` takes FILE:RULE.
+        severity: "error" if the folder must not be published as it is; "note" for information.
     """
 
     file: str
@@ -70,12 +70,12 @@ class Finding:
 
 
 def note(file: str, message: str, rule: str) -> Finding:
-    """A finding that is good to know."""
+    """A finding for information."""
     return Finding(file, message, rule, "note")
 
 
-def errors(findings: Iterable[Finding]) -> list[str]:
-    """The findings with which a folder must not be published, as text."""
+def error_lines(findings: Iterable[Finding]) -> list[str]:
+    """The text of each error among the findings."""
     return [str(finding) for finding in findings if finding.severity == "error"]
 
 
@@ -86,48 +86,48 @@ def check_arguments(
     revision: str | None = None,
     create_pr: bool = False,
 ) -> None:
-    """Checks what needs no library: called before anything that takes seconds to import.
+    """Checks arguments without importing anything heavy: call it before imports that take seconds.
 
     Raises:
-        FileNotFoundError: there is no such folder.
-        ValueError: an argument of `check`, `export` or `push` is wrong; the message says which.
+        FileNotFoundError: the folder does not exist.
+        ValueError: an argument of `check`, `export` or `push` is invalid; the message names it.
     """
     if repo is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise ValueError(f"The repository must be `owner/name`, got {repo!r}.")
     if create_pr and revision is not None:
-        raise ValueError(f"A pull request goes to the main branch: leave out `create_pr` or `revision` ({revision!r}).")
+        raise ValueError(f"A pull request goes to the main branch: use `create_pr` or `revision` ({revision!r}).")
     for entry in allow:
         file, _, rule = entry.rpartition(":")
         if not file or rule not in RULES:
             raise ValueError(
-                f"`allow` must be FILE:RULE as `check` prints them, got {entry!r}. Rules: {', '.join(RULES)}"
+                f"`allow` must be FILE:RULE as printed by `check`, got {entry!r}. Rules: {', '.join(RULES)}"
             )
     if not Path(folder).is_dir():
-        raise FileNotFoundError(f"{folder} is no folder. Name a folder with a model.")
+        raise FileNotFoundError(f"{folder} is not a folder. Name a folder with a model.")
 
 
-def allowed(findings: Iterable[Finding], allow: Sequence[str]) -> list[Finding]:
-    """Findings, of which those that the user allows are notes.
+def apply_allowlist(findings: Iterable[Finding], allow: Sequence[str]) -> list[Finding]:
+    """The findings, with the errors that the user allows turned into notes.
 
     Args:
-        findings: what `check` finds.
-        allow: FILE:RULE each, where FILE is a name or a pattern such as `notes/*`.
+        findings: the findings of `check`.
+        allow: FILE:RULE entries, where FILE is a path within the folder or a pattern such as `notes/*`.
 
     Raises:
-        ValueError: an entry of `allow` matches no finding.
+        FolderError: an entry of `allow` matches no finding.
     """
     result = list(findings)
     for entry in allow:
-        file, _, rule = entry.rpartition(":")
-        matching = [
+        pattern, _, rule = entry.rpartition(":")
+        matches = {
             i
             for i, finding in enumerate(result)
-            if finding.rule == rule and (finding.file == file or fnmatchcase(finding.file, file))
-        ]
-        if not matching:
-            listed = "".join(f"\n  {finding}" for finding in result) or " nothing"
-            raise FolderError(f"`allow` has {entry!r}, which matches nothing that was found. Found:{listed}")
-        for i in matching:
+            if finding.rule == rule and (finding.file == pattern or fnmatchcase(finding.file, pattern))
+        }
+        if not matches:
+            listed = "".join(f"\n  {finding}" for finding in result) or " none"
+            raise FolderError(f"`allow` has {entry!r}, which matches no finding. Findings:{listed}")
+        for i in matches:
             if result[i].severity == "error":
                 result[i] = replace(result[i], message=f"{result[i].message} (allowed)", severity="note")
     return result

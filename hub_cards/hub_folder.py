@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Complete Hub folders, made of any model of ours, and their cards."""
+"""Complete Hub folders of diffllama models, and their cards."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,14 +23,14 @@ from diffllama.checkpoints.models import (
 )
 from diffllama.checkpoints.reading import Checkpoint, check_tensors, fingerprint, open_checkpoint
 from diffllama.checkpoints.writing import Progress, Step, write_shards
-from diffllama.hub_cards.cards import CARD, TASKS, Facts, read_card, settled_card, updated_card, written_by_hand
+from diffllama.hub_cards.cards import CARD, TASKS, ModelFacts, handwritten_text, merge_cards, read_card, updated_card
 from diffllama.hub_cards.checks import check
 from diffllama.hub_cards.code import code_licence, write_code
-from diffllama.hub_cards.evaluation import evaluation_rows
-from diffllama.hub_cards.findings import Finding, FolderError, check_arguments, errors
-from diffllama.hub_cards.inspection import HIDDEN_CODE, architecture_of
-from diffllama.hub_cards.texts import forget_places
-from diffllama.hub_cards.training import training_record
+from diffllama.hub_cards.findings import Finding, FolderError, check_arguments, error_lines
+from diffllama.hub_cards.folder_checks import CODE_FIELDS, architecture_of
+from diffllama.hub_cards.lm_eval_results import evaluation_rows
+from diffllama.hub_cards.sanitize import strip_local_paths
+from diffllama.hub_cards.training_record import training_record
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
 
 
@@ -46,23 +46,22 @@ def export(
     progress: Progress | None = None,
     show: Callable[[list[Finding]], None] | None = None,
 ) -> Path:
-    """Makes a complete Hub folder of a model of ours.
+    """Writes a complete Hub folder of a diffllama model.
 
-    The folder appears at `dest` complete, and free of what `check` finds wrong, or not at all. It has the weights as
-    safetensors, the configuration with an `auto_map` for every Auto class, the code of this package, tokenizer, chat
-    template and settings for generation, licences, and a card, which keeps what somebody wrote into that of `src`.
+    The folder appears at `dest` complete and without errors of `check`, or not at all. It has the weights as
+    safetensors, the configuration with an `auto_map` for every Auto class, this package's code, tokenizer, chat
+    template and generation settings, licences, and a card, which keeps what people wrote into the card of `src`.
 
     Args:
-        src: a folder that `save_pretrained`, a Trainer (also one of its checkpoints), a merged PEFT model or `convert`
-            made.
-        dest: the folder to make.
+        src: a folder written by `save_pretrained`, a Trainer (also a checkpoint), a merged PEFT model or `convert`.
+        dest: the folder to write.
         metadata: for the card, see `write_card`.
         results: for the card, see `write_card`.
         allow: see `check`.
-        overwrite: whether a `dest` that exists is replaced, if it is a model folder.
+        overwrite: whether to replace an existing `dest`, if it is a model folder.
         max_shard_size: bytes, or a text like "5GB".
         progress: called with the number of bytes written and their total.
-        show: called with what is good to know about the folder, see `check`.
+        show: called with the notes about the folder, see `check`.
 
     Returns:
         `dest`, absolute.
@@ -70,9 +69,9 @@ def export(
     Raises:
         FileNotFoundError: `src`, its configuration or its weights do not exist.
         FileExistsError: `dest` may not be replaced (see `new_folder`), or it overlaps with `src`.
-        ValueError: `src` is no model of ours, or one of its files cannot be read.
-        CheckpointError: the weights are not those that the configuration asks for; all faults are listed.
-        FolderError: the folder would have something wrong, see `check`; all of it is listed.
+        ValueError: `src` is not a diffllama model, or one of its files cannot be read.
+        CheckpointError: the weights do not match the configuration; all faults are listed.
+        FolderError: the folder would have errors, see `check`; all are listed.
         OSError: the disk is too small.
     """
     src, dest = Path(os.path.abspath(src)), Path(os.path.abspath(dest))
@@ -84,17 +83,16 @@ def export(
     config.architectures = [architecture_of(config)]
     separate_head(checkpoint, config)
     check_tensors(checkpoint.tensors, expected_tensors(config), str(src))
-    config.auto_map = dict(AUTO_MAP)  # of a model that was loaded from the Hub, it names the repository
+    config.auto_map = dict(AUTO_MAP)  # that of a model loaded from the Hub names its repository
     config.dtype = common_dtype(checkpoint)
-    config.use_cache = True  # a Trainer turns it off, for itself
+    config.use_cache = True  # a Trainer turns it off for training
     tokenizer = opened.tokenizer
-    records = known_records(src, results)
-    old = read_card(src / CARD)
-    if written_by_hand(read_card(dest / CARD)):  # it is to be overwritten
-        otherwise = f"remove {dest / CARD}"
-        old, inherited = settled_card(old, read_card(dest / CARD), str(src), str(dest), otherwise)
-        metadata = inherited | dict(metadata or {})
-    facts = facts_of(config, checkpoint, records, src)
+    records = read_records(src, results)
+    old, replaced = read_card(src / CARD), read_card(dest / CARD)
+    if handwritten_text(replaced):
+        old, merged = merge_cards(old, replaced, str(src), str(dest), f"remove {dest / CARD}")
+        metadata = merged | dict(metadata or {})
+    facts = collect_facts(config, checkpoint, records, src)
     card, _ = updated_card(old, facts, dest.name, metadata, where=str(src / CARD))
 
     steps = {name: Step((name,), lambda same: same, tensor, copied=True) for name, tensor in checkpoint.tensors.items()}
@@ -107,73 +105,75 @@ def export(
         for name, record in records.items():
             write_json(folder / f"{name}.json", record)
         config.save_pretrained(folder)
-        tidy(folder / "config.json", tuple(HIDDEN_CODE))
-        tidy(folder / "tokenizer_config.json")
-        generates = TASKS[facts.architecture].pipeline_tag == "text-generation"
-        if generates and not (folder / GENERATION_CONFIG_NAME).exists():
+        remove_fields(folder / "config.json", CODE_FIELDS)
+        remove_fields(folder / "tokenizer_config.json")
+        is_generative = TASKS[facts.architecture].pipeline_tag == "text-generation"
+        if is_generative and not (folder / GENERATION_CONFIG_NAME).exists():
             GenerationConfig.from_model_config(config).save_pretrained(folder)
         write_code(folder)
         (folder / CARD).write_text(card, encoding="utf-8", newline="\n")
         findings = check(folder, allow=allow)
-        if wrong := errors(findings):
-            raise FolderError(lines(f"{src} cannot become a Hub folder", wrong))
+        if errors := error_lines(findings):
+            raise FolderError(lines(f"{src} cannot be exported", errors))
     if show is not None:
         show(findings)
     return dest
 
 
-def tidy(file: Path, fields: Sequence[str] = ()) -> None:
-    """Drops fields from a JSON file, and those that hold a path of this machine."""
+def remove_fields(file: Path, fields: Iterable[str] = ()) -> None:
+    """Removes fields from a JSON file, if it exists, and all that hold a local path."""
     if file.is_file():
         content = read_json(file)
-        known = {name: value for name, value in forget_places(content).items() if name not in fields}
-        if known != content:
-            write_json(file, known)
+        kept = {name: value for name, value in strip_local_paths(content).items() if name not in fields}
+        if kept != content:
+            write_json(file, kept)
 
 
-def known_records(folder: Path, results: Iterable[str | os.PathLike[str]] = ()) -> dict[str, Any]:
-    """What is known of a model's conversion, training and evaluation, by the name of the JSON file for it.
+def read_records(folder: Path, results: Iterable[str | os.PathLike[str]] = ()) -> dict[str, Any]:
+    """The records of a model's conversion, training and evaluation, by the names of their JSON files without suffix.
 
     Raises:
-        FileNotFoundError, ValueError: a file is not there or cannot be read.
+        FileNotFoundError, ValueError: a file is missing or cannot be read.
     """
     records: dict[str, Any] = {"training": training_record(folder)}
     for name in ("conversion", "evaluation"):
         file = folder / f"{name}.json"
         records[name] = read_json(file) if file.is_file() else None
     if paths := [Path(path) for path in results]:
-        before = (records["evaluation"] or {}).get("results", [])
-        records["evaluation"] = {"results": evaluation_rows(paths, before)}
+        known = (records["evaluation"] or {}).get("results", [])
+        records["evaluation"] = {"results": evaluation_rows(paths, known)}
     return {name: record for name, record in records.items() if record is not None}
 
 
-def facts_of(config: DiffLlamaConfig, checkpoint: Checkpoint, records: Mapping[str, Any], folder: Path) -> Facts:
-    """What a card is to tell. A conversion counts as one only of these weights: they may have been trained since."""
+def collect_facts(
+    config: DiffLlamaConfig, checkpoint: Checkpoint, records: Mapping[str, Any], folder: Path
+) -> ModelFacts:
+    """The facts for a card."""
     conversion = records.get("conversion")
-    made = conversion and conversion.get("result", {}).get("fingerprint")
-    return Facts(
+    converted = conversion and conversion.get("result", {}).get("fingerprint")
+    return ModelFacts(
         config=config,
         parameters=sum(tensor.numel() for tensor in checkpoint.tensors.values()),
         dtype=str(common_dtype(checkpoint)).removeprefix("torch."),
         architecture=architecture_of(config),
         chat=has_chat_template(folder),
         conversion=conversion,
-        trained=made is not None and made != fingerprint(checkpoint),
+        trained=converted is not None and converted != fingerprint(checkpoint),
         training=records.get("training"),
         evaluation=(records.get("evaluation") or {}).get("results", ()),
         code_licence=code_licence(folder),
     )
 
 
-def folder_facts(folder: Path, results: Iterable[str | os.PathLike[str]] = ()) -> Facts:
-    """What a folder tells of its model, and result files besides.
+def folder_facts(folder: Path, results: Iterable[str | os.PathLike[str]] = ()) -> ModelFacts:
+    """The facts about a folder's model, with those in result files.
 
     Raises:
-        FileNotFoundError: it has no configuration or no weights.
-        ValueError: it is no model of ours, or a file cannot be read.
+        FileNotFoundError: the folder has no configuration or no weights.
+        ValueError: it is not a diffllama model, or a file cannot be read.
     """
     config = TransformersSource(folder, (DiffLlamaConfig.model_type,)).config
-    return facts_of(config, open_checkpoint(folder), known_records(folder, results), folder)
+    return collect_facts(config, open_checkpoint(folder), read_records(folder, results), folder)
 
 
 def write_card(
@@ -182,19 +182,19 @@ def write_card(
     metadata: Mapping[str, Any] | None = None,
     results: Iterable[str | os.PathLike[str]] = (),
 ) -> list[str]:
-    """Writes or updates the card of a folder with a model of ours. What somebody wrote into it stays.
+    """Writes or updates the card of a folder with a diffllama model. What people wrote into it stays.
 
     Args:
-        folder: the folder; its files say the rest.
-        metadata: what only people know, for the card's metadata: `license`, `base_model`, `datasets`, `language`, …
-        results: result files of lm-eval, or folders with them. Their numbers are kept in evaluation.json.
+        folder: the folder.
+        metadata: card metadata that its files do not imply: `license`, `base_model`, `datasets`, `language`, …
+        results: result files of lm-eval, or folders with them. Their numbers are stored in evaluation.json.
 
     Returns:
-        The sections that were left as they are because somebody had edited them.
+        The names of the sections that were kept because they had been edited.
 
     Raises:
         FileNotFoundError: the folder has no configuration or no weights, or there are no results.
-        ValueError: the folder is no model of ours, or a file cannot be read.
+        ValueError: the folder is not a diffllama model, or a file cannot be read.
     """
     check_arguments(folder)
     folder, results = Path(os.path.abspath(folder)), list(results)

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sending folders to the Hub."""
+"""Uploads of folders to the Hub."""
 
 import json
 import os
@@ -27,18 +27,18 @@ from diffllama.checkpoints.json_files import as_json
 from diffllama.checkpoints.versions import VERSION
 from diffllama.hub_cards.cards import (
     CARD,
-    card_metadata,
+    merge_cards,
+    parse_metadata,
+    pin_revision,
     pinned_revision,
     read_card,
-    repinned,
-    settled_card,
     updated_card,
 )
 from diffllama.hub_cards.checks import check, check_code
 from diffllama.hub_cards.code import hub_code
-from diffllama.hub_cards.findings import Finding, FolderError, check_arguments, errors
+from diffllama.hub_cards.file_checks import uploaded_files
+from diffllama.hub_cards.findings import Finding, FolderError, check_arguments, error_lines
 from diffllama.hub_cards.hub_folder import folder_facts
-from diffllama.hub_cards.model_files import sent_files
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
 
 
@@ -48,40 +48,40 @@ REPLACED = (
     f"{_STEM}-*.safetensors",
     *(name for name in COMPANIONS if not name.startswith(("LICEN", "NOTICE"))),
 )
-"""Files of a model on the Hub that are removed if the folder has none of that name: what transformers would load."""
+"""Files that transformers would load: those on the Hub that the folder lacks are deleted."""
 
 
 @dataclass(frozen=True)
-class Shipment:
-    """What is about to be sent.
+class UploadPlan:
+    """What `push` is about to do.
 
     Attributes:
         repo: the repository, `owner/name`.
         revision: the branch or pull request; `None` is the main branch.
-        new: whether the repository does not exist yet.
+        creates_repo: whether the repository does not exist yet.
         private: whether it is, or will be, private.
         files: path in the repository -> bytes.
-        removed: files in the repository that the folder no longer has; they are removed, see `REPLACED`.
-        findings: what is good to know about the folder.
+        deleted: files of the repository that the folder lacks and that are deleted, see `REPLACED`.
+        findings: the notes about the folder.
     """
 
     repo: str
     revision: str | None
-    new: bool
+    creates_repo: bool
     private: bool
     files: dict[str, int]
-    removed: list[str]
+    deleted: list[str]
     findings: list[Finding]
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """What arrived.
+class UploadResult:
+    """What `push` did.
 
     Attributes:
         url: of the commit or the pull request.
-        commit: the commit with the files, to which the card is pinned.
-        changed: whether anything was new.
+        commit: the commit with the files, to which the card's code is pinned.
+        changed: whether anything was committed.
     """
 
     url: str
@@ -99,36 +99,38 @@ def push(
     create_pr: bool = False,
     replace_card: bool = False,
     allow: Sequence[str] = (),
-    show: Callable[[Shipment], None] | None = None,
-) -> Arrival:
-    """Sends a folder with a model of ours to the Hub, after `check` found nothing wrong with it.
+    show: Callable[[UploadPlan], None] | None = None,
+) -> UploadResult:
+    """Uploads a folder with a diffllama model to the Hub, if `check` finds no errors in it.
 
-    Large files that have arrived are not sent again, so a push that broke off goes on when it is repeated. The files
-    are one commit; a second one pins the card's code to the first. What people wrote into the card on the Hub stays.
+    Large files that were uploaded before are not uploaded again, so that repeating an interrupted push resumes it. The
+    files are one commit; a second one pins the card's code to the first. What people wrote into the card on the Hub
+    stays.
 
     Args:
         folder: the folder.
-        repo: the repository, `owner/name`. It is made if it does not exist.
-        private: whether it is made private.
-        revision: a branch, which is made if it does not exist, or `refs/pr/N`. The main branch by default.
-        code_only: whether only the code goes to a model that exists; `folder` need not have more than that.
-        create_pr: whether it becomes a pull request to the main branch.
+        repo: the repository, `owner/name`. It is created if it does not exist.
+        private: whether to create it as a private one.
+        revision: a branch, which is created if it does not exist, or `refs/pr/N`. The main branch by default.
+        code_only: whether to update only the code of a model on the Hub. `folder` need not have anything else.
+        create_pr: whether to open a pull request to the main branch.
         replace_card: whether the folder's card replaces the one on the Hub.
         allow: see `check`.
-        show: called with what is about to be sent.
+        show: called with the plan before anything is uploaded.
 
     Raises:
-        FolderError: something is wrong with the folder; all of it is listed.
-        ValueError: options do not go together or name what cannot be pushed to; the repository is public and should be
-            private, does not exist and should, or has another model; or people wrote different things into both cards.
+        FolderError: the folder has errors; all are listed.
+        ValueError: arguments contradict each other; `revision` is not a branch; the repository is public despite
+            `private`, has no model despite `code_only`, or has another model; or the handwritten texts of both cards
+            differ.
         PermissionError: there is no token.
         huggingface_hub.errors.HfHubHTTPError: the Hub refuses, also because somebody else has pushed meanwhile.
     """
     check_arguments(folder, allow, repo, revision, create_pr)
     folder = Path(os.path.abspath(folder))
     findings = check_code(folder, allow=allow) if code_only else check(folder, allow=allow)
-    if wrong := errors(findings):
-        raise FolderError(lines(f"{folder} is not sent", wrong))
+    if errors := error_lines(findings):
+        raise FolderError(lines(f"{folder} is not uploaded", errors))
     if get_token() is None:
         raise PermissionError("There is no token for the Hub. Run `hf auth login`, or set HF_TOKEN.")
     remote = Remote(HfApi(library_name="diffllama", library_version=VERSION), repo, revision)
@@ -136,78 +138,71 @@ def push(
         raise ValueError(f"{repo} is public. Make it private in its settings on the Hub, or leave out `private`.")
     model = remote.config()
     if code_only and not model:
-        raise ValueError(f"{repo} has no model, or this token may not read it, and code alone is none.")
+        raise ValueError(f"{repo} has no model whose code could be updated, or this token cannot read it.")
     if model and model.get("model_type") != DiffLlamaConfig.model_type:
         raise ValueError(f"{repo} has another model, of type {model.get('model_type')!r}. Name another repository.")
 
-    sent: dict[str, Path | bytes]
-    removed: list[str] = []
+    uploads: dict[str, Path | bytes]
+    deleted: list[str] = []
+    old_card = remote.card()
     if code_only:
-        sent = {name: folder / name for name in hub_code(folder)}
+        uploads = {name: folder / name for name in hub_code(folder)}
         config = model | {"auto_map": AUTO_MAP}
         if config != model:
-            sent["config.json"] = as_json(config).encode()
+            uploads["config.json"] = as_json(config).encode()
     else:
-        files = {file.relative_to(folder).as_posix(): file for file in sent_files(folder)}
-        sent = {name: file for name, file in files.items() if name != CARD}
-        removed = [name for name in remote.files if name not in files and any(fnmatch(name, p) for p in REPLACED)]
-    on_hub = remote.card()
-    if not code_only:
-        here = read_card(folder / CARD)
-        card, metadata = (
-            (here, {})
-            if replace_card
-            else settled_card(
-                here,
-                on_hub,
-                "the folder",
-                repo,
-                f"push with --replace-card (`hf download {repo} {CARD}` gets the other)",
-            )
-        )
+        files = {file.relative_to(folder).as_posix(): file for file in uploaded_files(folder)}
+        uploads = {name: file for name, file in files.items() if name != CARD}
+        deleted = [name for name in remote.files if name not in files and any(fnmatch(name, p) for p in REPLACED)]
+        card, metadata = read_card(folder / CARD), {}
+        if not replace_card:
+            alternative = f"push with --replace-card (`hf download {repo} {CARD}` gets the other)"
+            card, metadata = merge_cards(card, old_card, "the folder", repo, alternative)
         facts = folder_facts(folder)
 
     if show is not None:
-        sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in sent.items()}
-        show(Shipment(repo, revision, not remote.exists, remote.private or private, sizes, removed, findings))
-    remote.make(private)
+        sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in uploads.items()}
+        show(UploadPlan(repo, revision, not remote.exists, remote.private or private, sizes, deleted, findings))
+    remote.create(private)
     files_commit = remote.commit(
-        [*(CommitOperationAdd(name, file) for name, file in sent.items()), *map(CommitOperationDelete, removed)],
+        [*(CommitOperationAdd(name, file) for name, file in uploads.items()), *map(CommitOperationDelete, deleted)],
         f"Upload {'code' if code_only else 'model'} with diffllama {VERSION}",
         create_pr,
     )
-    pin, pinned = files_commit.oid, pinned_revision(on_hub)
-    if pinned is not None and remote.files_at(pinned) == remote.files_at(pin):
-        pin = pinned  # nothing was new
+    pin, old_pin = files_commit.oid, pinned_revision(old_card)
+    if old_pin is not None and remote.files_at(old_pin) == remote.files_at(pin):
+        pin = old_pin  # the files have not changed
     if code_only:
-        text = repinned(on_hub, pin)
+        new_card = pin_revision(old_card, pin)
     else:
-        text, _ = updated_card(card, facts, repo.partition("/")[2], metadata, repo, pin, where=str(folder / CARD))
-    last = files_commit
-    if text != on_hub:
-        opens = create_pr and files_commit.pr_url is None
-        last = remote.commit([CommitOperationAdd(CARD, text.encode())], f"Pin the card's code to {pin[:8]}", opens)
-    return Arrival(files_commit.pr_url or last.pr_url or last.commit_url, pin, last.oid != remote.found)
+        new_card, _ = updated_card(card, facts, repo.partition("/")[2], metadata, repo, pin, where=str(folder / CARD))
+    last_commit = files_commit
+    if new_card != old_card:
+        operations = [CommitOperationAdd(CARD, new_card.encode())]
+        opens_pr = create_pr and files_commit.pr_url is None
+        last_commit = remote.commit(operations, f"Pin the card's code to {pin[:8]}", opens_pr)
+    url = files_commit.pr_url or last_commit.pr_url or last_commit.commit_url
+    return UploadResult(url, pin, last_commit.oid != remote.start)
 
 
 class Remote:
-    """A repository on the Hub, or the place for one, as it was when it was looked at.
+    """A repository on the Hub as it was when this object was created. It may not exist yet.
 
     Attributes:
-        exists: whether there is such a repository.
+        exists: whether the repository exists.
         private: whether it is private.
-        files: the files of the branch, or of the main one if it is to be made.
-        found, head: the commits that the branch was at, and is at.
+        files: the files of the branch, or of the main one if the branch does not exist.
+        start, head: the first and the current commit of the branch.
 
     Raises:
-        ValueError: `revision` is nothing that can be pushed to.
+        ValueError: `revision` is not a branch or pull request.
     """
 
     def __init__(self, api: HfApi, repo: str, revision: str | None) -> None:
         self.api, self.repo, self.revision = api, repo, revision
         self.exists, self.private, self.branch_exists = True, False, True
         self.files: list[str] = []
-        self.found: str | None = None
+        self.start: str | None = None
         self.head: str | None = None
         try:
             refs = api.list_repo_refs(repo, include_pull_requests=True)
@@ -216,7 +211,7 @@ class Remote:
             if revision is not None and revision.startswith("refs/"):
                 raise
         if revision is not None and (not revision or re.fullmatch("[0-9a-f]{7,40}", revision)):
-            raise ValueError(f"`revision` must be a branch; nothing can be added to a commit, got {revision!r}.")
+            raise ValueError(f"`revision` must be a branch, got the commit {revision!r}.")
         if not self.exists:
             self.branch_exists = revision in (None, "main")
             return
@@ -224,47 +219,47 @@ class Remote:
             names = {ref.name for ref in refs.branches} | {ref.ref for ref in refs.pull_requests or ()}
             self.branch_exists = revision in names
             if revision in {ref.name for ref in refs.tags}:
-                raise ValueError(f"`revision` must be a branch, and {revision!r} is a tag of {repo}.")
+                raise ValueError(f"`revision` must be a branch, but {revision!r} is a tag of {repo}.")
             if revision.startswith("refs/") and not self.branch_exists:
                 raise ValueError(f"`revision`: {repo} has no {revision}.")
         info = api.model_info(repo, revision=revision if self.branch_exists else None)
-        self.private, self.found = bool(info.private), info.sha
-        self.head = self.found
+        self.private = bool(info.private)
+        self.start = self.head = info.sha
         self.files = sorted(sibling.rfilename for sibling in info.siblings or ())
 
     def read(self, name: str) -> str:
-        """The text of a file; empty if there is none."""
+        """The text of a file; empty if it does not exist."""
         if name not in self.files:
             return ""
-        return Path(self.api.hf_hub_download(self.repo, name, revision=self.found)).read_text(encoding="utf-8-sig")
+        return Path(self.api.hf_hub_download(self.repo, name, revision=self.start)).read_text(encoding="utf-8-sig")
 
     def config(self) -> dict[str, Any]:
-        """The configuration of its model; empty if there is none."""
+        """The configuration of the model; empty if it does not exist."""
         try:
             content = json.loads(self.read("config.json") or "{}")
         except ValueError as error:
-            raise ValueError(f"config.json of {self.repo} is no JSON: {error}") from error
+            raise ValueError(f"config.json of {self.repo} is not valid JSON: {error}") from error
         return content if isinstance(content, dict) else {"model_type": None}
 
     def card(self) -> str:
-        """The text of its card; empty if there is none."""
+        """The text of the card; empty if it does not exist. Raises `ValueError` if its metadata cannot be read."""
         text = self.read(CARD)
-        card_metadata(text, f"{CARD} of {self.repo}")  # refuses if it cannot be read
+        parse_metadata(text, f"{CARD} of {self.repo}")
         return text
 
-    def make(self, private: bool) -> None:
-        """Makes repository and branch, if they do not exist."""
+    def create(self, private: bool) -> None:
+        """Creates repository and branch, if they do not exist."""
         if not self.exists:
             self.api.create_repo(self.repo, private=private)
-            self.found = self.head = self.api.model_info(self.repo).sha
+            self.start = self.head = self.api.model_info(self.repo).sha
         if not self.branch_exists:
-            self.api.create_branch(self.repo, branch=str(self.revision), revision=self.found)
+            self.api.create_branch(self.repo, branch=str(self.revision), revision=self.start)
 
     def commit(
-        self, operations: list[CommitOperationAdd | CommitOperationDelete], message: str, create_pr: bool
+        self, operations: Sequence[CommitOperationAdd | CommitOperationDelete], message: str, create_pr: bool
     ) -> CommitInfo:
-        """Adds a commit to what the branch was at; the Hub refuses if somebody else has added one since."""
-        done = self.api.create_commit(
+        """Adds a commit to `head`. The Hub refuses if somebody else has added one since."""
+        commit = self.api.create_commit(
             self.repo,
             operations,
             commit_message=message,
@@ -272,11 +267,11 @@ class Remote:
             create_pr=create_pr,
             parent_commit=self.head,
         )
-        self.revision, self.head = done.pr_revision or self.revision, done.oid
-        return done
+        self.revision, self.head = commit.pr_revision or self.revision, commit.oid
+        return commit
 
     def files_at(self, commit: str) -> dict[str, str]:
-        """Path -> hash of the files of a commit, but for its card. Empty if there is no such commit."""
+        """Path -> hash of the files of a commit, without its card. Empty if there is no such commit."""
         try:
             entries = list(self.api.list_repo_tree(self.repo, recursive=True, revision=commit))
         except RevisionNotFoundError:

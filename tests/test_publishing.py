@@ -195,8 +195,8 @@ def test_the_readmes_commands_publish_a_private_model_with_its_facts(story: Stor
     assert "| piqa | acc | 0.7500 | 0 |" in card
     assert "license: apache-2.0" in card
     assert "- user/data" in card
-    assert "Fit to be published: path/to/hub-folder" in story.output
-    assert "Sending to the new private repository user/name" in story.output
+    assert "Ready to be published: path/to/hub-folder" in story.output
+    assert "Uploading to the new private repository user/name" in story.output
     assert re.search(r"model\.safetensors +\d\d,\d{3},\d{3}", story.output)
 
 

@@ -31,7 +31,7 @@ from diffllama.hub_cards.findings import check_arguments
 
 if TYPE_CHECKING:
     from diffllama.hub_cards.findings import Finding
-    from diffllama.hub_cards.upload import Shipment
+    from diffllama.hub_cards.upload import UploadPlan
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 err = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)  # README.md:secret: is no emoji
@@ -177,14 +177,14 @@ Results = Annotated[
 ]
 Allow = Annotated[
     list[str] | None,
-    typer.Option("--allow", metavar="FILE:RULE", help="Accept what `check` finds so named. May be repeated."),
+    typer.Option("--allow", metavar="FILE:RULE", help="Accept this finding of `check`. May be repeated."),
 ]
 
 
-def told(
+def card_metadata(
     licence: str | None, base_model: list[str] | None, dataset: list[str] | None, language: list[str] | None
 ) -> dict[str, Any]:
-    """The options that go into a card's metadata."""
+    """The card metadata that the options give."""
     lists = {"base_model": base_model, "datasets": dataset, "language": language}
     single = {
         name: values[0] if len(values) == 1 and name != "datasets" else values
@@ -196,7 +196,7 @@ def told(
 
 @app.command()
 def export(
-    src: Annotated[Path, typer.Argument(metavar="SRC", help="Folder with a model of ours.")],
+    src: Annotated[Path, typer.Argument(metavar="SRC", help="Folder with a diffllama model.")],
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="Folder to make.")],
     licence: License = None,
     base_model: BaseModel = None,
@@ -207,9 +207,9 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DEST if it is a model folder.")] = False,
     max_shard_size: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",
 ) -> None:
-    """Make a complete Hub folder of a model: of save_pretrained, a Trainer, a merged PEFT model or a conversion.
+    """Write a complete Hub folder of a model from save_pretrained, a Trainer, a merged PEFT model or a conversion.
 
-    DEST gets the model's code, so that it loads anywhere with trust_remote_code=True, and a card. It appears complete
+    DEST has the model's code, so that it loads anywhere with trust_remote_code=True, and a card. It appears complete
     and checked, or not at all.
     """
     check_arguments(src, allow or ())
@@ -221,7 +221,7 @@ def export(
         folder = run(
             src,
             dest,
-            metadata=told(licence, base_model, dataset, language),
+            metadata=card_metadata(licence, base_model, dataset, language),
             results=results or (),
             allow=allow or (),
             overwrite=overwrite,
@@ -235,49 +235,50 @@ def export(
 
 @app.command()
 def card(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with a model of ours.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with a diffllama model.")],
     licence: License = None,
     base_model: BaseModel = None,
     dataset: Dataset = None,
     language: Language = None,
     results: Results = None,
 ) -> None:
-    """Write or update the card of a model (README.md) from the facts in its folder.
+    """Write or update the card of a model (README.md) from the files in its folder.
 
-    What somebody wrote into the card stays, also in the sections that this command writes.
+    Text that people wrote into the card stays, also in generated sections.
     """
     check_arguments(folder)
     from diffllama.hub_cards import write_card  # takes seconds to import
 
-    for name in write_card(folder, metadata=told(licence, base_model, dataset, language), results=results or ()):
-        err.print(f"Left as it is, for it was edited: the section {name}", markup=False)
+    metadata = card_metadata(licence, base_model, dataset, language)
+    for name in write_card(folder, metadata=metadata, results=results or ()):
+        err.print(f"Kept the hand-edited section {name}", markup=False)
     err.print(f"Wrote {folder / 'README.md'}", markup=False)
 
 
 @app.command()
 def check(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with a model of ours.")], allow: Allow = None
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with a diffllama model.")], allow: Allow = None
 ) -> None:
-    """Check a folder before it is published. No code in it is run.
+    """Check a folder before it is published, without running code in it.
 
-    Every file is one that a model folder consists of, and loads; the code is this package's; the weights are finite and
-    those that the configuration asks for; there are no pickles, programs, secrets or paths of this machine. Each line
-    begins with FILE:RULE, which --allow takes.
+    Every file must be part of a model folder and load; the code must be this package's; the weights must be finite and
+    match the configuration; and there must be no pickles, programs, secrets or local paths. Each line begins with
+    FILE:RULE, which --allow takes.
     """
     check_arguments(folder, allow or ())
     from diffllama.hub_cards import check as run  # takes seconds to import
 
     findings = run(folder, allow=allow or ())
     show_findings(findings)
-    wrong = sum(finding.severity == "error" for finding in findings)
-    if wrong:
-        err.print(f"[red]Not fit to be published[/red]: {wrong} wrong")
+    errors = sum(finding.severity == "error" for finding in findings)
+    if errors:
+        err.print(f"[red]Not ready to be published[/red]: {errors} errors")
         raise typer.Exit(1)
-    err.print(f"Fit to be published: {folder}", markup=False)
+    err.print(f"Ready to be published: {folder}", markup=False)
 
 
 def show_findings(findings: "list[Finding]") -> None:
-    """Prints what `check` found, a line each."""
+    """Prints the findings of `check`, one per line."""
     for finding in sorted(findings, key=lambda finding: finding.severity):
         err.print("[red]error[/red] " if finding.severity == "error" else "note  ", end="")
         err.print(str(finding), markup=False)
@@ -285,36 +286,36 @@ def show_findings(findings: "list[Finding]") -> None:
 
 @app.command()
 def push(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that `export` made.")],
-    repo: Annotated[str, typer.Argument(metavar="REPO", help="Repository owner/name; made if it does not exist.")],
-    private: Annotated[bool, typer.Option("--private", help="Make it private.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch; made if it does not exist.")] = None,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder written by `export`.")],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="Repository owner/name; created if it does not exist.")],
+    private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch; created if it does not exist.")] = None,
     code_only: Annotated[
         bool, typer.Option("--code-only", help="Update the code of a model on the Hub; its weights stay as they are.")
     ] = False,
-    create_pr: Annotated[bool, typer.Option("--create-pr", help="Make a pull request.")] = False,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request.")] = False,
     replace_card: Annotated[
-        bool, typer.Option("--replace-card", help="Lose what people wrote into the card on the Hub.")
+        bool, typer.Option("--replace-card", help="Discard text that people wrote into the card on the Hub.")
     ] = False,
     allow: Allow = None,
 ) -> None:
-    """Check a folder and send it to the Hub. Repeated, a push that broke off goes on."""
+    """Check a folder and upload it to the Hub. Repeating an interrupted push resumes it."""
     check_arguments(folder, allow or (), repo, revision, create_pr)
     from diffllama.hub_cards import push as run  # takes seconds to import
 
-    def show(shipment: "Shipment") -> None:
-        show_findings(shipment.findings)
+    def show(plan: "UploadPlan") -> None:
+        show_findings(plan.findings)
         table = Table("file", Column("bytes", justify="right"), box=None)
-        for name, size in shipment.files.items():
+        for name, size in plan.files.items():
             table.add_row(Text(name), f"{size:,}")
-        for name in shipment.removed:
-            table.add_row(Text(name), "removed")
-        table.add_row("README.md", "with its code pinned to these files")
+        for name in plan.deleted:
+            table.add_row(Text(name), "deleted")
+        table.add_row("README.md", "its code pinned to these files")
         err.print(table)
-        where = f"{'new ' * shipment.new}{'private' if shipment.private else 'public'} repository {shipment.repo}"
-        err.print(f"Sending to the {where}" + f", branch {shipment.revision}" * bool(shipment.revision), markup=False)
+        target = f"{'new ' * plan.creates_repo}{'private' if plan.private else 'public'} repository {plan.repo}"
+        err.print(f"Uploading to the {target}" + f", branch {plan.revision}" * bool(plan.revision), markup=False)
 
-    done = run(
+    result = run(
         folder,
         repo,
         private=private,
@@ -325,7 +326,7 @@ def push(
         allow=allow or (),
         show=show,
     )
-    err.print(f"{'Sent' if done.changed else 'Nothing was new'}: {done.url}", markup=False)
+    err.print(f"{'Uploaded' if result.changed else 'Nothing has changed'}: {result.url}", markup=False)
 
 
 @app.command()

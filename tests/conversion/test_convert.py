@@ -38,7 +38,7 @@ from diffllama.conversion import engine
 from diffllama.conversion import llama as llama_map
 from diffllama.conversion.verification import Verification
 from diffllama.conversion.weight_map import Rule
-from diffllama.hub_cards.code import unstamped
+from diffllama.hub_cards.code import split_version_line
 from diffllama.modeling_diff import modeling_diffllama
 from support.llama_checkpoints import (
     CHAT_TEMPLATE,
@@ -162,7 +162,7 @@ def test_the_folder_is_complete(source: Path, tmp_path: Path) -> None:
         "tokenizer_config.json",
     }
     for name in CODE:
-        text, origin = unstamped((folder / name).read_text())
+        text, origin = split_version_line((folder / name).read_text())
         assert text == Path(modeling_diffllama.__file__).with_name(name).read_text()
         assert origin.startswith(__version__)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):

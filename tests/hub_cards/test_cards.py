@@ -13,14 +13,13 @@ from huggingface_hub import ModelCard
 from diffllama.hub_cards import cards
 from diffllama.hub_cards.cards import (
     TASKS,
-    Facts,
-    cache_bytes,
+    ModelFacts,
+    handwritten_text,
     inherited_metadata,
     model_card,
+    pin_revision,
     pinned_revision,
-    repinned,
     updated_card,
-    written_by_hand,
 )
 from diffllama.modeling_diff import modeling_diffllama
 from support.llama_checkpoints import SIZES, save_model
@@ -63,8 +62,8 @@ EVALUATION = [
 ]  # fmt: skip
 
 
-def facts(variant: str = "v2", fields: dict[str, Any] | None = None, **known: Any) -> Facts:
-    return Facts(tiny_config(variant, **(fields or {})), 12345, "bfloat16", **known)
+def facts(variant: str = "v2", fields: dict[str, Any] | None = None, **known: Any) -> ModelFacts:
+    return ModelFacts(tiny_config(variant, **(fields or {})), 12345, "bfloat16", **known)
 
 
 KINDS = {
@@ -212,17 +211,17 @@ class TestText:
 @torch.no_grad()
 def test_the_memory_of_a_cache_is_that_of_its_tensors(variant: str, dtype: torch.dtype, fields: dict[str, Any]) -> None:
     model = tiny_model(variant, dtype, **fields)
-    known = Facts(model.config, 1, str(dtype).removeprefix("torch."))
+    known = ModelFacts(model.config, 1, str(dtype).removeprefix("torch."))
     held = [layer.keys.nbytes + layer.values.nbytes for layer in model(tokens(1, 64)).past_key_values.layers]
     slides = [layer_type == "sliding_attention" for layer_type in model.config.layer_types]
     full = sum(nbytes for nbytes, sliding in zip(held, slides, strict=True) if not sliding)
-    assert cache_bytes(known, tokens=64) == full
+    assert known.cache_bytes(tokens=64) == full
     text = model_card(known, "model").text
     assert f"takes {full * 16 / 2**20:g} MiB per 1,024 tokens" in text
     assert ("sliding window (1) take" in text) == any(slides)
     if any(slides):
         window = sum(held) - full
-        assert cache_bytes(known, tokens=4, sliding=True) == window  # the fifth is the token that looks back
+        assert known.cache_bytes(tokens=4, sliding=True) == window  # the fifth is the token that looks back
 
 
 SERVE = next(line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("vllm serve "))
@@ -333,7 +332,7 @@ class TestUpdate:
         first, _ = updated_card("", KINDS[kind], "model", METADATA.get(kind))
         again, edited = updated_card(first, KINDS[kind], "model")
         assert (again, edited) == (first, [])
-        assert written_by_hand(first) == ""
+        assert handwritten_text(first) == ""
         changed, _ = updated_card(first, replace(KINDS[kind], parameters=54321), "model")
         assert changed.replace("54,321", "12,345") != first  # the sections' sums differ
         assert "| parameters | 54,321 |" in changed
@@ -343,7 +342,7 @@ class TestUpdate:
         text, _ = updated_card("", facts(), "model")
         mine = text.replace("<!-- diffllama:usage", "## My notes\n\nIt likes cats.\n\n<!-- diffllama:usage")
         mine += "\nThe end.\n"
-        assert written_by_hand(mine).split() == ["##", "My", "notes", "It", "likes", "cats.", "The", "end."]
+        assert handwritten_text(mine).split() == ["##", "My", "notes", "It", "likes", "cats.", "The", "end."]
         new, edited = updated_card(mine, replace(facts(), parameters=54321, evaluation=EVALUATION), "model")
         assert edited == []
         assert new.index("## Evaluation") < new.index("## My notes") < new.index("## Use") < new.index("The end.")
@@ -416,7 +415,7 @@ class TestPin:
         text, _ = updated_card("", KINDS["converted"], "model", None, "me/model", COMMIT)
         assert pinned_revision(text) == COMMIT
         assert f"--revision {COMMIT} --code-revision {COMMIT}" in text
-        again = repinned(text, OTHER_COMMIT)
+        again = pin_revision(text, OTHER_COMMIT)
         assert pinned_revision(again) == OTHER_COMMIT
         assert COMMIT not in again
         assert updated_card(again, KINDS["converted"], "model", None, "me/model", OTHER_COMMIT) == (again, [])
@@ -424,13 +423,13 @@ class TestPin:
     def test_a_card_without_one_stays(self) -> None:
         text, _ = updated_card("", facts(), "model")
         assert pinned_revision(text) is None
-        assert repinned(text, COMMIT) == text
+        assert pin_revision(text, COMMIT) == text
 
     def test_the_revision_of_a_source_and_edited_sections_stay(self) -> None:
         source = facts(conversion=record(name="org/llama", revision=COMMIT))
         text, _ = updated_card("", source, "model", None, "me/model", COMMIT)
         mine = text.replace("vllm serve", "sudo vllm serve")
-        new = repinned(mine, OTHER_COMMIT)
+        new = pin_revision(mine, OTHER_COMMIT)
         assert f"org/llama, revision {COMMIT} |" in new
         assert f"--revision {COMMIT}" in new
         assert f'revision="{OTHER_COMMIT}"' in new

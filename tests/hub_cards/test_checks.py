@@ -1,326 +1,666 @@
+"""Folders in which something is planted: `check` reports all of it, and nothing about sound folders."""
+
+import io
 import json
+import os
 import pickle
 import shutil
-from collections.abc import Callable
+import signal
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from diffllama import DiffLlamaForSequenceClassification, __version__
-from diffllama.hub_cards import check, export
-from diffllama.hub_cards.findings import Finding
-from diffllama.hub_cards.inspection import inspect
-from diffllama.hub_cards.secrets import secrets
-from diffllama.hub_cards.texts import is_absolute_path
+from diffllama.hub_cards import check, checks, export
+from diffllama.hub_cards.findings import Finding, error_lines
+from diffllama.hub_cards.folder_checks import inspect_folder
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
 from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer
 
 
+HF = "hf_" + "aB3dE5gH7jK9mN1pQ2rS4tU6vW8xY0zA12"
+HEX = "0f1e2d3c4b5a69788796a5b4c3d2e1f001234567"
+RANDOM = "q7Xw2Lp9Rk4Vb8Nz3Mt6"
+
+
+class Call:
+    """Is pickled as a call."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("echo x",)
+
+
+def archive(pack: Callable[[io.BytesIO], Any]) -> bytes:
+    """The bytes of an archive with a file in it."""
+    buffer = io.BytesIO()
+    with pack(buffer) as opened:
+        add = opened.writestr if isinstance(opened, zipfile.ZipFile) else None
+        if add:
+            add("x.txt", "x")
+        else:
+            entry = tarfile.TarInfo("x.txt")
+            opened.addfile(entry, io.BytesIO())
+    return buffer.getvalue()
+
+
+def torch_bytes() -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"x": torch.zeros(1)}, buffer)
+    return buffer.getvalue()
+
+
+def safetensors_bytes(**metadata: str) -> bytes:
+    header = json.dumps(
+        {"__metadata__": metadata, "x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+    ).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(4)
+
+
+def png() -> bytes:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0\0")) + chunk(b"IEND", b"")
+
+
+def notebook(text: str) -> bytes:
+    escaped = "".join(f"\\u{ord(c):04x}" for c in text)
+    return f'{{"cells": [{{"cell_type": "code", "source": ["{escaped}"]}}], "nbformat": 4}}'.encode()
+
+
+ZIP = archive(lambda buffer: zipfile.ZipFile(buffer, "w"))
+TAR = archive(lambda buffer: tarfile.TarFile(fileobj=buffer, mode="w"))
+ELF = b"\x7fELF\x02\x01\x01" + bytes(57)
+PICKLE = pickle.dumps(Call())
+CUT = b"cos\nsystem\n(S'echo x'\ntR\xff"
+"""Runs the command before it fails."""
+
+FILES: dict[str, tuple[str, bytes, str]] = {
+    # pickles
+    "pickle by suffix": ("training_args.bin", b"anything", "pickle"),
+    "pickle": ("harmless.model", PICKLE, "pickle"),
+    "pickle of protocol 0": ("old.dat", b"cos\nsystem\n(S'echo'\ntR.", "pickle"),
+    "pickle cut off after REDUCE": ("cut.dat", CUT, "pickle"),
+    "pickle without STOP": ("no_stop.dat", PICKLE[:-1], "pickle"),
+    "pickle behind a pickle": ("two.dat", pickle.dumps(1) + PICKLE, "pickle"),
+    "pickle behind a prefix": ("prefix.dat", b"XXXX" + PICKLE, "unknown-file"),
+    "pickle behind zeros": ("zeros.dat", bytes(512) + PICKLE, "unknown-file"),
+    "pickle as licence": ("LICENSE.dat", CUT, "pickle"),
+    "pickle as vocabulary": ("tokenizer.model", PICKLE, "pickle"),
+    "pickle as picture": ("pickle.png", PICKLE, "pickle"),
+    "pickle of torch": ("notes", torch_bytes(), "archive"),
+    "pickle of numpy": ("array.npy", b"\x93NUMPY", "pickle"),
+    "pickle of INST": ("inst.dat", b"(S'echo x'\nios\nsystem\n.", "pickle"),
+    "weights of torch": ("pytorch_model.bin", torch_bytes(), "pickle"),
+    "optimizer": ("checkpoint-5/optimizer.pt", torch_bytes(), "pickle"),
+    "random states": ("rng_state.pth", b"", "pickle"),
+    "weights of keras": ("tf_model.h5", b"\x89HDF\r\n\x1a\n", "pickle"),
+    # archives
+    "tar": ("data.tar", TAR, "archive"),
+    "tar under another name": ("data.txt", TAR, "archive"),
+    "zip": ("data.zip", ZIP, "archive"),
+    "zip behind a picture": ("picture.png", png() + ZIP, "archive"),
+    "zip under another name": ("NOTICE.zip", ZIP, "archive"),
+    "gzip": ("x.gz", b"\x1f\x8b\x08" + bytes(9), "archive"),
+    "bzip2": ("x.bz2", b"BZh91AY", "archive"),
+    "xz": ("x.xz", b"\xfd7zXZ\0", "archive"),
+    "7z": ("x.7z", b"7z\xbc\xaf\x27\x1c", "archive"),
+    "zstd": ("x.zst", b"\x28\xb5\x2f\xfd" + bytes(9), "archive"),
+    "rar": ("x.rar", b"Rar!\x1a\x07", "archive"),
+    # programs
+    "library": ("kernel.so", ELF, "program"),
+    "library by suffix alone": ("empty.so", b"", "unknown-file"),
+    "ELF under another name": ("weights.data", ELF, "program"),
+    "ELF as text": ("USE_POLICY.md", ELF, "program"),
+    "program of Windows": ("setup.txt", b"MZ\x90\0", "program"),
+    "program of macOS": ("setup", b"\xcf\xfa\xed\xfe", "program"),
+    "script": ("install.sh", b"#!/bin/sh\necho x\n", "program"),
+    "script under another name": ("run.txt", b"#!/usr/bin/env python\n", "program"),
+    "script without a line": ("setup.bat", b"echo x\r\n", "unknown-file"),
+    "bytecode": ("__pycache__/x.cpython-311.pyc", b"\xa7\r\r\n", "unknown-file"),
+    "WebAssembly": ("x.wasm", b"\0asm\1\0\0\0", "program"),
+    "make file": ("Makefile", b"all:\n\techo x\n", "unknown-file"),
+    "requirements": ("requirements.txt", b"evil\n", "unknown-file"),
+    # other models
+    "adapter": ("adapter_config.json", b'{"base_model_name_or_path": "evil/model"}', "adapter"),
+    "weights of an adapter": ("adapter_model.safetensors", safetensors_bytes(), "adapter"),
+    "adapter in a folder": ("lora/adapter_config.json", b"{}", "adapter"),
+    "weights of another model": ("other.safetensors", safetensors_bytes(), "unknown-file"),
+    "a variant's weights": ("model.fp16.safetensors", safetensors_bytes(), "unknown-file"),
+    "ONNX": ("model.onnx", b"\x08\x07\x12\x07pytorch", "unknown-file"),
+    "GGUF": ("model.gguf", b"GGUF\3\0\0\0" + bytes(64), "unknown-file"),
+    "TorchScript": ("model.ptl", ZIP, "archive"),
+    "msgpack": ("flax_model.msgpack", b"\x81\xa1x\x01", "unknown-file"),
+    "processor": ("preprocessor_config.json", b'{"auto_map": {"AutoProcessor": "x.Y"}}', "auto-map"),
+    # code
+    "generation's code": ("custom_generate/generate.py", b"import os\n", "other-code"),
+    "a server's code": ("handler.py", b"import os\n", "other-code"),
+    "code of a pipeline": ("pipeline.py", b"import os\n", "other-code"),
+    "code in a folder": ("a/b/c.py", b"import os\n", "other-code"),
+    "code that hides": ("zero.py", b"x = 1\0\n", "content"),
+    # secrets
+    "secret in text": ("notes.txt", f"token {HF}".encode(), "secret"),
+    "secret in UTF-16": ("utf16.txt", f"token {HF}".encode("utf-16"), "secret"),
+    "secret in UTF-16 without a mark": ("utf16be.txt", f"token {HF}".encode("utf-16-be"), "secret"),
+    "secret in UTF-32": ("utf32.txt", f"token {HF}".encode("utf-32"), "secret"),
+    "secret in a notebook": ("train.ipynb", notebook(f"token = '{HF}'"), "secret"),
+    "secret in a file's name": (f"log-{HF}.txt", b"", "secret"),
+    "secret in a folder's name": (f"{HF}/x.txt", b"", "secret"),
+    "secret in safetensors": ("secret.safetensors", safetensors_bytes(note=HF), "secret"),
+    "secret as a field": ("field.json", json.dumps({HF: 1}).encode(), "secret"),
+    "secret in escapes": ("escaped.json", json.dumps({"x": HF}).replace("f", "\\u0066").encode(), "secret"),
+    "named secret": ("named.json", b'{"hub_token": "abc"}', "secret"),
+    "secret of GitLab": ("gitlab.txt", f"glpat-{RANDOM}".encode(), "secret"),
+    "secret of GitHub": ("github.txt", f"ghp_{RANDOM}{RANDOM[:16]}".encode(), "secret"),
+    "secret of W&B": ("wandb.env", f"WANDB_API_KEY={HEX}".encode(), "secret"),
+    "secret of W&B in YAML": ("wandb.yaml", f"wandb:\n  api_key: {HEX}\n".encode(), "secret"),
+    "secret of OpenAI": ("openai.env", f"OPENAI=sk-proj-{RANDOM}{RANDOM}".encode(), "secret"),
+    "secret of AWS": ("aws.env", b"AKIAQ7XW2LP9RK4VB8NZ", "secret"),
+    "secret of Slack": ("slack.txt", f"xoxb-12345678901-{RANDOM.lower()}".encode(), "secret"),
+    "secret of PyPI": ("pypirc", f"pypi-AgEIcHlwaS5vcmc{RANDOM * 4}".encode(), "secret"),
+    "secret in a URL": ("url.txt", b"git clone https://me:Tr0ub4dor3@example.org/x", "secret"),
+    "secret in YAML": ("settings.yaml", f"db:\n  password: {RANDOM}\n".encode(), "secret"),
+    "secret in a netrc": ("netrc.txt", f"password={RANDOM}\n".encode(), "secret"),
+    "JSON web token": ("jwt.txt", b"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.x", "secret"),
+    "private key": ("id_rsa", b"-----BEGIN OPENSSH PRIVATE KEY-----", "secret"),
+    "private key with a password": ("key.pem", b"-----BEGIN ENCRYPTED PRIVATE KEY-----", "secret"),
+    # paths
+    "path in text": ("paths.txt", b"saved to /home/me/models/x", "path"),
+    "path in a notebook": ("path.ipynb", notebook("open('/Users/me/x.txt')"), "path"),
+    "path in code": ("where.py", b"PATH = '/scratch/me/x'\n", "path"),
+    "path of Windows": ("windows.txt", b"C:\\Users\\me\\x", "path"),
+    "path in JSON": ("path.json", b'{"a": {"path": "/data/llama/weights"}}', "path"),
+    "path of Windows in JSON": ("windows.json", b'{"cmd": "C:\\\\Users\\\\me\\\\out"}', "path"),
+    "path in a command": ("command.json", b'{"cmd": "train --out /home/me/out"}', "path"),
+    # broken
+    "cut JSON": ("special_tokens_map.json", b'{"cut off', "json"),
+    "NaN in JSON": ("added_tokens.json", b'{"x": NaN}', "json"),
+    "deep JSON": ("tekken.json", b"[" * 100_000, "json"),
+    "UTF-16 as text": ("CITATION.cff", "title: x".encode("utf-16"), "content"),
+    "no picture": ("figure.png", b"hello", "content"),
+    "more than a picture": ("more.png", png() + b"hello", "content"),
+    "no tokenizer": ("spiece.model", b"\x0a\xff\xff\xff\xff\x0f\x00", "content"),
+    "cut weights": ("cut.safetensors", safetensors_bytes()[:-1], "weights"),
+}  # fmt: skip
+"""Description -> file, content, and a rule that it violates. All of them are planted into one folder."""
+
+
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An exported folder, in shards."""
-    folder = tmp_path_factory.mktemp("good")
+    folder = tmp_path_factory.mktemp("sound")
     tiny_model("v2", **EVERY_FEATURE).save_pretrained(folder / "src")
     tiny_tokenizer().save_pretrained(folder / "src")
-    return export(folder / "src", folder / "dest", metadata={"license": "mit"}, max_shard_size="100KB")
+    exported = export(folder / "src", folder / "dest", metadata={"license": "mit"}, max_shard_size="100KB")
+    assert inspect(exported) == []  # also imports what the processes of `check` would otherwise import each
+    return exported
 
 
 @pytest.fixture
-def folder(good: Path, tmp_path: Path) -> Path:
-    """A copy of the good folder, to be spoiled."""
-    return shutil.copytree(good, tmp_path / "folder")
+def folder(sound: Path, tmp_path: Path) -> Path:
+    """The sound folder, to be spoiled. Its files are links, so replace them instead of writing into them."""
+    return shutil.copytree(sound, tmp_path / "folder", copy_function=os.link)
 
 
-def edit(path: Path, change: Callable[[dict], None]) -> None:
-    """Changes a JSON file."""
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
+def inspect(folder: Path) -> list[Finding]:
+    """The findings of `check`, without its process."""
+    return [finding for finding in dict.fromkeys(inspect_folder(folder)) if isinstance(finding, Finding)]
 
 
-def findings(folder: Path, severity: str = "error") -> list[str]:
-    """What is wrong (or else, good to know)."""
-    found = (finding for finding in inspect(folder) if isinstance(finding, Finding))  # without a process of its own
-    return [f"{finding.file}: {finding.message}" for finding in dict.fromkeys(found) if finding.severity == severity]
+def plant(folder: Path, name: str, content: bytes | str) -> None:
+    """Writes a file, replacing an existing one."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def the_only(folder: Path, severity: str = "error") -> str:
-    (finding,) = findings(folder, severity)
-    assert findings(folder, "note" if severity == "error" else "error") == []
-    return finding
-
-
-def test_an_exported_folder_is_faultless(good: Path) -> None:
-    assert check(good) == []
-    assert len(list(good.glob("model-*.safetensors"))) > 1
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_what_save_pretrained_leaves_loads_and_lacks_tokenizer_card_and_licence(variant: str, tmp_path: Path) -> None:
-    tiny_model(variant).save_pretrained(tmp_path)
-    assert findings(tmp_path) == []
-    assert [finding.split(":")[0] for finding in findings(tmp_path, severity="note")] == [
-        "tokenizer.json",
-        "LICENSE",
-        "README.md",
-    ]
-
-
-def test_other_architectures_have_other_weights(tmp_path: Path) -> None:
-    DiffLlamaForSequenceClassification(tiny_model().config).save_pretrained(tmp_path)
-    assert findings(tmp_path) == []
-    edit(tmp_path / "config.json", lambda config: config.update(architectures=["DifferentialLlamaForCausalLM"]))
-    assert findings(tmp_path) == [
-        "model.safetensors: missing: lm_head.weight [97, 64]",
-        "model.safetensors: extra: score.weight [2, 64]",
-    ]
-
-
-def test_no_folder_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        check(tmp_path / "nowhere")
-    assert "config.json: is not there, so this is no model" in findings(tmp_path)
+def edit(folder: Path, name: str, **fields: Any) -> None:
+    """Sets fields in a JSON file."""
+    plant(folder, name, json.dumps(json.loads((folder / name).read_text()) | fields))
 
 
 class TestFiles:
-    def test_pickles_are_known_by_name_and_by_content(self, folder: Path) -> None:
-        (folder / "training_args.bin").write_text("anything")
-        (folder / "harmless.model").write_bytes(pickle.dumps({}))
-        (folder / "old.dat").write_bytes(b"cos\nsystem\n(S'echo'\ntR.")
-        (folder / "native.so").write_bytes(b"\x7fELF")
-        torch.save({}, folder / "notes")
-        assert [finding.split(",")[0] for finding in findings(folder)] == [
-            "harmless.model: is not part of a model folder",
-            "native.so: is a program (ELF)",
-            "notes: is an archive or compressed (zip)",
-            "old.dat: is a pickle",
-            "training_args.bin: is a pickle or may be one",
-        ]
+    @pytest.fixture(scope="class")
+    def findings(self, sound: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Finding]:
+        folder = shutil.copytree(sound, tmp_path_factory.mktemp("planted") / "folder", copy_function=os.link)
+        for name, content, _ in FILES.values():
+            plant(folder, name, content)
+        return check(folder)
 
-    def test_a_checkpoint_below_is_looked_into_and_hidden_files_are_not(self, folder: Path) -> None:
-        for place in ("checkpoint-5", ".cache"):
-            (folder / place).mkdir()
-            (folder / place / "optimizer.pt").touch()
-        assert the_only(folder).startswith("checkpoint-5/optimizer.pt: is a pickle")
+    @pytest.mark.parametrize("what", FILES)
+    def test_planted_file_violates_its_rule(self, what: str, findings: list[Finding]) -> None:
+        name, _, rule = FILES[what]
+        about = [finding for finding in findings if finding.file == name and finding.severity == "error"]
+        assert rule in {finding.rule for finding in about}, about
 
+    def test_nothing_else_is_reported_and_nothing_twice(self, findings: list[Finding]) -> None:
+        assert {finding.file for finding in findings} == {name for name, _, _ in FILES.values()}
+        assert len(findings) == len(set(findings))
+
+    def test_messages_name_secrets_without_showing_them(self, findings: list[Finding]) -> None:
+        for finding in findings:
+            for secret in (HF, HEX, RANDOM):
+                assert secret[8:] not in finding.message
+        lines = {str(finding) for finding in findings}
+        for line in (
+            "notes.txt:secret: contains a secret: Hugging Face token (hf_aB3…)",
+            "named.json:secret: `hub_token` is a secret",
+            "path.json:path: `a.path` is or contains a local path: '/data/llama/weights'",
+            "added_tokens.json:json: is not valid JSON: NaN is no number in JSON",
+        ):
+            assert line in lines
+
+
+def huge(folder: Path) -> None:
+    with (folder / "huge.dat").open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def pipe(folder: Path) -> None:
+    os.mkfifo(folder / "pipe.safetensors")
+
+
+def loop(folder: Path) -> None:
+    (folder / "a.txt").symlink_to(folder / "b.txt")
+    (folder / "b.txt").symlink_to(folder / "a.txt")
+
+
+def link_out(folder: Path) -> None:
+    (folder / "NOTICE").symlink_to("/etc/hostname")
+
+
+def loop_of_folders(folder: Path) -> None:
+    (folder / "again").symlink_to(folder)
+
+
+def weights(folder: Path, value: float) -> None:
+    shard = max(folder.glob("model-*.safetensors"), key=lambda path: path.stat().st_size)
+    tensors = load_file(shard)
+    shard.unlink()
+    max(tensors.values(), key=torch.numel).view(-1)[-1] = value
+    save_file(tensors, shard, {"format": "pt"})
+
+
+def more_code(folder: Path) -> None:
+    name = "modeling_diffllama.py"
+    plant(folder, name, (folder / name).read_text() + "\nimport os\nos.system('echo x')\n")
+
+
+def twice(folder: Path) -> None:
+    plant(folder, "config.json", (folder / "config.json").read_text().replace("{", '{"model_type": "llama",', 1))
+
+
+def template(text: str) -> Callable[[Path], None]:
+    return lambda folder: plant(folder, "chat_template.jinja", text)
+
+
+def named_template(folder: Path) -> None:
+    plant(folder, "additional_chat_templates/tools.jinja", "{{ messages['__class__'] }}")
+
+
+def config(**fields: Any) -> Callable[[Path], None]:
+    return lambda folder: edit(folder, "config.json", **fields)
+
+
+def settings(**fields: Any) -> Callable[[Path], None]:
+    return lambda folder: edit(folder, "tokenizer_config.json", **fields)
+
+
+def card(text: str) -> Callable[[Path], None]:
+    return lambda folder: plant(
+        folder, "README.md", (folder / "README.md").read_text().replace("---\n", f"---\n{text}\n", 1)
+    )
+
+
+def rename_tensor(folder: Path) -> None:
+    shard = min(folder.glob("model-*.safetensors"))
+    tensors = load_file(shard)
+    tensors["renamed"] = tensors.pop(min(tensors))
+    shard.unlink()
+    save_file(tensors, shard, {"format": "pt"})
+
+
+def swap_shards(folder: Path) -> None:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    tensor, shard = next(iter(index["weight_map"].items()))
+    other = next(name for name in index["weight_map"].values() if name != shard)
+    edit(folder, "model.safetensors.index.json", weight_map=index["weight_map"] | {tensor: other})
+
+
+def larger_tokenizer(folder: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["w97", "w98"])
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).unlink()
+    tokenizer.save_pretrained(folder)
+
+
+def quantized(folder: Path) -> None:
+    edit(folder, "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    shard = min(folder.glob("model-*.safetensors"))
+    tensors = {name: tensor.to(torch.int8) for name, tensor in load_file(shard).items()}
+    shard.unlink()
+    save_file(tensors, shard, {"format": "pt"})
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+HARD = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+
+FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a shard too many": (
+        lambda folder: plant(folder, "model-00009-of-00009.safetensors", safetensors_bytes()),
+        "model-00009-of-00009.safetensors:unknown-file",
+    ),
+    "huge file": (huge, "huge.dat:unknown-file"),
+    "pipe": (pipe, "pipe.safetensors:special-file"),
+    "loop of links": (loop, "a.txt:link"),
+    "link out of the folder": (link_out, "NOTICE:link"),
+    "link to a folder": (loop_of_folders, "again:link"),
+    "NaN": (lambda folder: weights(folder, float("nan")), ":non-finite"),
+    "infinity": (lambda folder: weights(folder, float("-inf")), ":non-finite"),
+    "os.system in the model's code": (more_code, "modeling_diffllama.py:code-differs"),
+    "code that is nested too deeply": (
+        lambda folder: plant(folder, "differential_attention.py", "x = " + "(" * 50_000),
+        "differential_attention.py:code",
+    ),
+    "a field twice": (twice, "config.json:json"),
+    "other weights": (config(transformers_weights="other.safetensors"), "config.json:config-field"),
+    "kernels": (config(kernel_config={"x": "evil/kernel"}), "config.json:config-field"),
+    "attention of a kernel": (config(_attn_implementation_internal="evil/kernel"), "config.json:config-field"),
+    "experts of a kernel": (config(_experts_implementation="evil/kernel"), "config.json:config-field"),
+    "pipelines": (config(custom_pipelines={"x": {"impl": "evil.P"}}), "config.json:config-field"),
+    "not causal": (config(is_causal=False), "config.json:config-field"),
+    "code of another repository": (config(auto_map={"AutoModel": "evil/x--m.M"}), "config.json:auto-map"),
+    "path in the configuration": (config(_name_or_path="/lfs/me/model"), "config.json:path"),
+    "a tokenizer's code": (settings(auto_map={"AutoTokenizer": ["x.Y", None]}), "tokenizer_config.json:auto-map"),
+    "template in the tokenizer's settings": (
+        settings(chat_template="{{ messages.__class__ }}"),
+        "tokenizer_config.json:template",
+    ),
+    "template that reaches for __init__": (
+        template("{{ messages.__init__.__globals__ }}"),
+        "chat_template.jinja:template",
+    ),
+    "template that may reach for __init__": (
+        template("{% if tools %}{{ messages.__init__ }}{% endif %}x"),
+        "chat_template.jinja:template",
+    ),
+    "template with a filter": (template("{{ messages | attr('__init__') }}"), "chat_template.jinja:template"),
+    "template that hides what it reaches for": (
+        template("{{ messages['__in' ~ 'it__'].x }}"),
+        "chat_template.jinja:template",
+    ),
+    "template of another name": (named_template, "additional_chat_templates/tools.jinja:template"),
+    "template that is none": (template("{% if %}"), "chat_template.jinja:template"),
+    "secret in a template": (template(f"{{# {HF} #}}"), "chat_template.jinja:secret"),
+    "secret in a card": (card(f"note: {HF}"), "README.md:secret"),
+    "path in a card": (card("base_model: /tmp/me/model"), "README.md:path"),
+    "metadata that are none": (card("license: [\n"), "README.md:card"),
+    "aliases in a card": (card(BOMB), "README.md:card"),
+    "missing code": (
+        lambda folder: (folder / "differential_attention.py").unlink(),
+        "differential_attention.py:code: [Errno 2] No such file",
+    ),
+    "code that imports the package": (
+        lambda folder: plant(folder, "differential_attention.py", "from diffllama import x\nfrom ..y import z\n"),
+        "differential_attention.py:code: line 1: imports diffllama, which is not on the Hub",
+    ),
+    "more code than the model's": (
+        config(auto_map=AUTO_MAP | {"AutoModelForMaskedLM": "a.B"}),
+        "config.json:auto-map: `auto_map` must not have AutoModelForMaskedLM, got 'a.B'",
+    ),
+    "another model": (
+        config(model_type="llama"), "config.json:config: `model_type` must be 'diff_llama', got 'llama'"
+    ),
+    "a configuration that is refused": (
+        config(num_attention_heads=7), "config.json:config: cannot be read: StrictDataclassFieldValidationError"
+    ),
+    "another architecture": (
+        config(architectures=["LlamaForCausalLM"]),
+        "config.json:config: cannot be read: ValueError: `architectures` in config.json must be one of Diff",
+    ),
+    "no configuration": (lambda folder: (folder / "config.json").unlink(), "config.json:config: is missing"),
+    "no weights": (lambda folder: [file.unlink() for file in folder.glob("model*")], "model.safetensors:weights"),
+    "a shard too few": (
+        lambda folder: min(folder.glob("model-*.safetensors")).unlink(),
+        "model-00001-of-00004.safetensors",
+    ),
+    "weights of another shape": (
+        config(vocab_size=98),
+        "model.safetensors.index.json:weights: misshapen: model.embed_tokens.weight [97, 64], must be [98, 64]",
+    ),
+    "weights of another name": (rename_tensor, "model.safetensors.index.json:weights: extra: renamed"),
+    "an index that is wrong": (
+        lambda folder: edit(folder, "model.safetensors.index.json", metadata={"total_size": 1}),
+        "model.safetensors.index.json:weights: `total_size` must be ",
+    ),
+    "an index of other shards": (swap_shards, "model.safetensors.index.json:weights: names the wrong shard"),
+    "a larger tokenizer": (
+        larger_tokenizer, "tokenizer_config.json:tokenizer: the tokenizer has 99 tokens, the model only 97"
+    ),
+    "a tokenizer that does not load": (
+        lambda folder: plant(folder, "tokenizer.json", "{}"), "tokenizer_config.json:tokenizer: cannot be read"
+    ),
+    "generation settings that do not load": (
+        lambda folder: edit(folder, "generation_config.json", max_new_tokens="many"),
+        "generation_config.json:generation: ",
+    ),
+}  # fmt: skip
+"""Description -> what spoils a folder, and how the text of an error begins, or what it contains."""
+
+NOTES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "other dtype": (
+        config(dtype="bfloat16"),
+        "model.safetensors.index.json:weights: has torch.float32, and `dtype` in config.json is torch.bfloat16",
+    ),
+    "contradicting settings": (
+        lambda folder: edit(folder, "generation_config.json", do_sample=False, temperature=0.5),
+        "generation_config.json:generation: GenerationConfig is invalid",
+    ),
+    "no settings": (
+        lambda folder: (folder / "generation_config.json").unlink(), "generation_config.json:generation: is missing"
+    ),
+    "no licence in the card": (
+        lambda folder: plant(folder, "README.md", "---\ntags: [x]\n---\n"), "README.md:licence: names no licence"
+    ),
+    "hidden file": (lambda folder: plant(folder, ".env", "x"), ".env:hidden-file: is hidden"),
+    "template that refuses": (
+        template("{{ raise_exception('no') }}"), "chat_template.jinja:template: refuses a greeting"
+    ),
+    "quantized weights": (quantized, "config.json:config: `quantization_config`"),
+}  # fmt: skip
+"""Description -> what changes a folder, and how the text of its only finding, a note, begins."""
+
+
+@pytest.mark.parametrize("what", FOLDERS)
+def test_spoiled_folder_is_an_error(what: str, folder: Path) -> None:
+    spoil, expected = FOLDERS[what]
+    spoil(folder)
+    findings = inspect(folder)
+    assert any(expected in line for line in error_lines(findings)), findings
+
+
+@pytest.mark.parametrize("what", NOTES)
+def test_harmless_oddity_is_a_note(what: str, folder: Path) -> None:
+    change, expected = NOTES[what]
+    change(folder)
+    (finding,) = inspect(folder)
+    assert str(finding).startswith(expected)
+    assert finding.severity == "note"
+
+
+BROKEN = ["config.json", "tokenizer.json", "generation_config.json", "model.safetensors.index.json"]
+
+
+@pytest.mark.parametrize("name", [*BROKEN, "model-00001-of-00004.safetensors"])
+def test_truncated_file_is_reported_once(name: str, folder: Path) -> None:
+    plant(folder, name, (folder / name).read_bytes()[:-5])
+    (finding,) = inspect(folder)
+    assert finding.file == name
+    assert finding.rule == ("weights" if name.endswith(".safetensors") else "json")
+
+
+class TestLimits:
     @pytest.mark.parametrize(
-        ("name", "text", "message"),
+        ("text", "message"),
         [
-            ("README.md", "token hf_abcdefghijklmnopqrstuvwxyz", "README.md: holds a Hugging Face token (hf_abc…)"),
-            ("serve.py", 'key = "sk-abcdefghijklmnopqrstuvwxyz"', "serve.py: holds an API key (sk-abc…)"),
-            ("notes.txt", "-----BEGIN RSA PRIVATE KEY-----", "notes.txt: holds a private key (-----B…)"),
-            ("a.json", '{"x": ["ghp_abcdefghijklmnopqrstuvwxyz01234"]}', "a.json: holds a GitHub token (ghp_ab…)"),
-            ("train.log", "hf_abcdefghijklmnopqrstuvwxyz", "train.log: holds a Hugging Face token"),
-            ("TOKEN", "hf_abcdefghijklmnopqrstuvwxyz", "TOKEN: holds a Hugging Face token"),
-            ("a.json", '{"hf_abcdefghijklmnopqrstuvwxyz": 1}', "a.json: holds a Hugging Face token"),
-            ("a.json", '{"x": NaN}', "a.json: is no JSON: NaN is no number in JSON"),
-            ("preprocessor_config.json", '{"auto_map": {"AutoProcessor": "x.Y"}}', "preprocessor_config.json: `a"),
-            ("a.json", '{"hub_token": "abc"}', "a.json: `hub_token` holds a secret"),
-            ("a.json", '{"a": {"path": "/data/llama/weights"}}', "a.json: `a.path` holds a path of a machine: '/"),
-            ("a.json", '{"cmd": "train --out /home/me/out"}', "a.json: `cmd` holds a path of a machine"),
-            ("a.json", '{"cmd": "C:\\\\Users\\\\me\\\\out"}', "a.json: `cmd` holds a path of a machine"),
-            ("a.json", '{"cut off', "a.json: is no JSON"),
+            (HARD, "takes longer than 2 s"),
+            ("{{ 'x' * 1500000000 }}", "takes too much memory"),
+            ("{{ 'x' * 99999999999 }}", "takes too much memory"),
         ],
-    )  # fmt: skip
-    def test_secrets_and_paths_are_found_and_not_shown(self, name: str, text: str, message: str, folder: Path) -> None:
-        with (folder / name).open("a") as file:
-            file.write(text)
-        others = ("is not part of a model folder", "belongs to none of the model's classes")
-        found = [line for line in findings(folder) if not line.endswith(others)]
-        assert len(found) == 1
-        assert found[0].startswith(message)
-        assert "wxyz" not in found[0]
+        ids=["time", "memory", "more memory than there is"],
+    )
+    def test_template_beyond_a_limit_is_reported(
+        self, text: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(checks, "TIME_LIMIT", 2 if text == HARD else 60)
+        monkeypatch.setattr(checks, "MEMORY_LIMIT", 2**30)
+        plant(folder, "chat_template.jinja", text)
+        (finding,) = check(folder)
+        assert str(finding).startswith(f"chat_template.jinja:limits: {message}")
 
-    @pytest.mark.parametrize("text", ["</s>", "/think", "//", "https://a.org/home/me", "and/or/not", "a: b\\n", ""])
-    def test_other_texts_are_no_paths_and_no_secrets(self, text: str, folder: Path) -> None:
-        (folder / "training.json").write_text(json.dumps({"bos_token": text}))
-        assert check(folder) == []
-        assert not is_absolute_path(text)
-        assert secrets(text) == []
+    def test_crash_is_reported(self, tmp_path: Path) -> None:
+        def crash(folder: Path) -> Iterator[Finding | str]:
+            yield "bad.model"
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    def test_tokens_may_look_like_anything(self, folder: Path) -> None:
-        text = (folder / "tokenizer.json").read_text()
-        (folder / "tokenizer.json").write_text(text.replace('"w96"', '"/home/me/x"'))
-        assert check(folder) == []
-
-    def test_links_to_nothing_and_out_of_the_folder_are_wrong(self, folder: Path, tmp_path: Path) -> None:
-        (folder / "more.txt").symlink_to(folder / "nowhere")
-        (tmp_path / "mine.txt").write_text("private")
-        (folder / "notes.txt").symlink_to(tmp_path / "mine.txt")
-        assert findings(folder) == [
-            "more.txt: is a link to nothing",
-            f"notes.txt: is a link out of the folder, to {(tmp_path / 'mine.txt').resolve()}",
-        ]
-
-    def test_a_snapshot_in_the_hubs_cache_is_fine(self, folder: Path, tmp_path: Path) -> None:
-        (tmp_path / "model" / "snapshots").mkdir(parents=True)
-        shutil.move(folder, tmp_path / "model" / "blobs")
-        snapshot = tmp_path / "model" / "snapshots" / "0123"
-        snapshot.mkdir()
-        for blob in (tmp_path / "model" / "blobs").iterdir():
-            (snapshot / blob.name).symlink_to(blob)
-        assert check(snapshot) == []
+        (finding,) = checks.run_isolated(crash, tmp_path)
+        assert str(finding).startswith("bad.model:limits: crashes the process that reads it (exit code -9)")
 
 
-class TestCode:
-    def test_code_that_differs_is_wrong_unless_it_is_allowed(self, folder: Path) -> None:
-        with (folder / "differential_attention.py").open("a") as file:
-            file.write("x = 1\n")
-        (folder / "handler.py").write_text("import flask\n")
-        differs, other = findings(folder)
-        assert differs.startswith(
-            f"differential_attention.py: is not that of diffllama {__version__} but from diffllama"
-        )
+def sentencepiece() -> bytes:
+    """A model with one piece and a specification, as SentencePiece writes them."""
+    return b"\x0a\x0e\x0a\x05<unk>\x15\x00\x00\x00\x00\x18\x02" + b"\x12\x02\x18\x01"
+
+
+SOUND: dict[str, dict[str, bytes | str]] = {
+    "SentencePiece": {"tokenizer.model": sentencepiece(), "spiece.model": sentencepiece()},
+    "vocabulary and merges": {
+        "vocab.json": '{"a": 0, "/home/me": 1, "sk-learn-contrib-lightning-estimators": 2}',
+        "merges.txt": "#version: 0.2\nc at\n/home /me\n",
+        "vocab.txt": "config\nfoo\n/tmp/x\n",
+        "x.tiktoken": "IQ== 0\nIg== 1\n",
+        "special_tokens_map.json": '{"bos_token": "<s>"}',
+        "added_tokens.json": '{"w96": 96}',
+    },
+    "several templates": {
+        "chat_template.jinja": "{% for message in messages %}{{ message['content'] }}{% endfor %}",
+        "additional_chat_templates/tool_use.jinja": "{% generation %}{{ messages[0].content }}{% endgeneration %}",
+    },
+    "pictures": {"losses.png": png(), "figures/maps.png": png(), "a.gif": b"GIF89a\1\0\1\0\0\0\0;"},
+    "licences": {"LICENSE-CODE": "(c) 2026\nus\n", "NOTICE.txt": "copyright\nholders\n", "USE_POLICY.md": "Be good."},
+    "files of git": {".gitattributes": "*.safetensors filter=lfs\n", ".cache/huggingface/x.lock": ""},
+    "texts that look like secrets and paths": {
+        "README.md": "---\nlicense: mit\n---\nsk-learn-contrib-lightning-estimators, POST /v1/chat/completions, "
+        "hf_xxxxxxxxxxxxxxxxxxxx https://user:password@example.org OPENAI_API_KEY=your-key-here api_key='none' "
+        f"password: secret commit {HEX} sha256 {HEX}{HEX[:24]}\n",
+        "training.json": '{"endpoint": "/v1/chat/completions", "arguments": {"optim": "adamw_torch"}, '
+        '"texts": ["</s>", "/think", "//", "https://a.org/home/me", "a: b\\n", ""]}',
+    },
+    "results": {"evaluation.json": '{"results": []}', "conversion.json": '{"tool": "diffllama"}'},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SOUND)
+def test_sound_folder_has_no_findings(kind: str, folder: Path) -> None:
+    for name, content in SOUND[kind].items():
+        plant(folder, name, content)
+    assert inspect(folder) == []
+
+
+def test_tokens_may_look_like_paths(folder: Path) -> None:
+    text = (folder / "tokenizer.json").read_text()
+    plant(folder, "tokenizer.json", text.replace('"w96"', '"/home/me/x"'))
+    assert inspect(folder) == []
+
+
+def test_snapshot_in_the_cache_of_the_hub_has_no_findings(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "model" / "snapshots" / "0123").mkdir(parents=True)
+    shutil.move(folder, tmp_path / "model" / "blobs")
+    for blob in (tmp_path / "model" / "blobs").iterdir():
+        (tmp_path / "model" / "snapshots" / "0123" / blob.name).symlink_to(blob)
+    assert check(tmp_path / "model" / "snapshots" / "0123") == []
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_folder_of_save_pretrained_lacks_tokenizer_licence_and_card(variant: str, tmp_path: Path) -> None:
+    tiny_model(variant).save_pretrained(tmp_path)
+    findings = inspect(tmp_path)
+    assert [finding.file for finding in findings] == ["tokenizer.json", "LICENSE", "README.md"]
+    assert error_lines(findings) == []
+
+
+def test_weights_must_be_those_of_the_architecture(tmp_path: Path) -> None:
+    DiffLlamaForSequenceClassification(tiny_model().config).save_pretrained(tmp_path)
+    assert error_lines(inspect(tmp_path)) == []
+    edit(tmp_path, "config.json", architectures=["DifferentialLlamaForCausalLM"])
+    assert error_lines(inspect(tmp_path)) == [
+        "model.safetensors:weights: missing: lm_head.weight [97, 64]",
+        "model.safetensors:weights: extra: score.weight [2, 64]",
+    ]
+
+
+def test_pickled_weights_are_errors(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    pickled, missing = error_lines(inspect(tmp_path))
+    assert pickled.startswith("pytorch_model.bin:pickle: ")
+    assert missing.startswith("model.safetensors:weights: is missing")
+
+
+def test_code_of_the_folder_is_not_run(folder: Path, tmp_path: Path) -> None:
+    for file in folder.glob("*.py"):
+        plant(folder, file.name, f"{file.read_text()}\nopen({str(tmp_path / 'run')!r}, 'w')\n")
+    check(folder)
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        check(tmp_path / "nowhere")
+
+
+class TestAllow:
+    def test_allowed_error_is_a_note(self, folder: Path) -> None:
+        plant(folder, "notes/a.txt", "x")
+        plant(folder, "notes/b.txt", f"token {HF}")
+        plant(folder, "figure.svg", "<svg/>")
+        allow = ["notes/*:unknown-file", "figure.svg:unknown-file"]
+        (left,) = error_lines(check(folder, allow=allow))
+        assert left.startswith("notes/b.txt:secret: contains a secret: Hugging Face token")
+        assert error_lines(check(folder, allow=[*allow, left.partition(": ")[0]])) == []
+
+    def test_different_code_can_be_allowed(self, folder: Path) -> None:
+        name = "differential_attention.py"
+        plant(folder, name, f"{(folder / name).read_text()}x = 1\n")
+        plant(folder, "handler.py", "import flask\n")
+        differs, other = error_lines(inspect(folder))
+        assert differs.startswith(f"{name}:code-differs: differs from diffllama {__version__}; it is from diffllama")
         assert ": +1 -0 lines. `diffllama export` writes the package's code" in differs
-        assert other == "handler.py: belongs to none of the model's classes"
-        allow = ["differential_attention.py:code-differs", "handler.py:other-code"]
+        assert other == "handler.py:other-code: does not belong to the model"
+        allow = [f"{name}:code-differs", "handler.py:other-code"]
         assert {finding.severity for finding in check(folder, allow=allow)} == {"note"}
 
-    def test_what_the_loader_cannot_follow_is_wrong(self, folder: Path) -> None:
-        (folder / "differential_attention.py").write_text("from diffllama import x\nfrom ..y import z\n")
-        assert sorted(findings(folder)) == [
-            "differential_attention.py: line 1: imports diffllama, which is not on the Hub",
-            "differential_attention.py: line 2: `from ..y import z` must have the form `from .file import name`",
-        ]
+    @pytest.mark.parametrize("entry", ["figure.svg:unknown-file", "README.md:secret", "*:program"])
+    def test_entry_without_a_match_is_an_error(self, entry: str, folder: Path) -> None:
+        with pytest.raises(ValueError, match="matches no finding") as error:
+            check(folder, allow=[entry])
+        assert repr(entry) in str(error.value)
 
-    def test_it_is_not_run(self, folder: Path) -> None:
-        for file in folder.glob("*.py"):
-            file.write_text(file.read_text() + f"\nopen({str(folder / 'run')!r}, 'w')\n")
-        check(folder)
-        assert not (folder / "run").exists()
-
-    def test_without_it_the_folder_is_not_fit(self, folder: Path) -> None:
-        (folder / "modeling_diffllama.py").unlink()
-        assert the_only(folder).startswith("modeling_diffllama.py: [Errno 2] No such file")
-
-
-class TestConfiguration:
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            ({"model_type": "llama"}, "`model_type` must be 'diff_llama', got 'llama'"),
-            ({"num_attention_heads": 7}, "StrictDataclassFieldValidationError"),
-            ({"architectures": ["LlamaForCausalLM"]}, "`architectures` in config.json must be one of Diff"),
-        ],
-    )
-    def test_what_does_not_load_is_wrong(self, change: dict, message: str, folder: Path) -> None:
-        edit(folder / "config.json", lambda config: config.update(change))
-        found = the_only(folder)
-        assert found.startswith("config.json: ")
-        assert message in found
-
-    def test_code_in_another_repository_is_wrong(self, folder: Path) -> None:
-        edit(
-            folder / "config.json",
-            lambda c: c["auto_map"].update(AutoModel="me/x--modeling_diffllama.DifferentialLlamaModel"),
-        )
-        assert the_only(folder).endswith("got 'me/x--modeling_diffllama.DifferentialLlamaModel'")
-
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            ({"_attn_implementation": "evil/kernel"}, "`_attn_implementation` makes transformers run more: remove it"),
-            (
-                {"custom_pipelines": {"x": {"impl": "evil.P"}}},
-                "`custom_pipelines` makes transformers run more: remove it",
-            ),
-            (
-                {"auto_map": AUTO_MAP | {"AutoModelForMaskedLM": "a.B"}},
-                "`auto_map` must not have AutoModelForMaskedLM, got 'a.B'",
-            ),
-        ],
-    )
-    def test_more_code_than_the_models_is_wrong_and_is_not_fetched(
-        self, change: dict, message: str, folder: Path
-    ) -> None:
-        edit(folder / "config.json", lambda config: config.update(change))
-        assert the_only(folder) == f"config.json: {message}"
-
-
-class TestWeights:
-    def shard(self, folder: Path) -> Path:
-        return min(folder.glob("model-*.safetensors"))
-
-    def test_shapes_and_names_must_be_the_configurations(self, folder: Path) -> None:
-        edit(folder / "config.json", lambda config: config.update(intermediate_size=95, vocab_size=98))
-        assert "misshapen: model.embed_tokens.weight [97, 64], must be [98, 64]" in findings(folder)[0]
-        weights = load_file(self.shard(folder))
-        name = next(iter(weights))
-        save_file({f"{name}.old": weights.pop(name), **weights}, self.shard(folder))
-        assert any(f"extra: {name}.old" in line for line in findings(folder))
-
-    def test_a_file_that_is_cut_off_or_missing_is_wrong(self, folder: Path) -> None:
-        shard = self.shard(folder)
-        shard.write_bytes(shard.read_bytes()[:-1])
-        assert any(line.startswith(f"{shard.name}: cannot be read") for line in findings(folder))
-        shard.unlink()
-        assert shard.name in the_only(folder)
-
-    def test_the_index_must_agree_with_the_files(self, folder: Path) -> None:
-        index = folder / "model.safetensors.index.json"
-        first, last = min(folder.glob("model-*.safetensors")).name, max(folder.glob("model-*.safetensors")).name
-        moved = []
-
-        def move(content: dict) -> None:
-            name = next(name for name, home in content["weight_map"].items() if home == first)
-            content["weight_map"][name] = last
-            content["metadata"]["total_size"] += 1
-            moved.append(name)
-
-        edit(index, move)
-        found = findings(folder)
-        assert found[0] == f"{index.name}: does not say where these tensors are: {moved[0]}"
-        assert found[1].startswith(f"{index.name}: `total_size` must be ")
-
-    def test_other_weights_are_wrong_and_other_dtypes_good_to_know(self, folder: Path) -> None:
-        save_file({"x": torch.zeros(1)}, folder / "adapter.safetensors")
-        edit(folder / "config.json", lambda config: config.update(dtype="bfloat16"))
-        assert findings(folder) == ["adapter.safetensors: is not part of a model folder"]
-        assert findings(folder, severity="note") == [
-            "model.safetensors.index.json: has torch.float32, and `dtype` in config.json is torch.bfloat16",
-        ]
-
-    def test_pickled_weights_are_wrong(self, tmp_path: Path) -> None:
-        tiny_model().save_pretrained(tmp_path)
-        torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
-        (tmp_path / "model.safetensors").unlink()
-        pickled, missing = findings(tmp_path)
-        assert pickled.startswith("pytorch_model.bin: is a pickle")
-        assert missing.startswith("model.safetensors: is not there")
-
-
-class TestTokenizerAndGeneration:
-    def test_more_tokens_than_the_model_has_are_wrong(self, folder: Path) -> None:
-        tokenizer = tiny_tokenizer()
-        tokenizer.add_tokens(["w97", "w98"])
-        tokenizer.save_pretrained(folder)
-        assert the_only(folder) == "tokenizer_config.json: the tokenizer has 99 tokens, the model only 97"
-
-    def test_a_tokenizer_that_does_not_load_is_wrong(self, folder: Path) -> None:
-        (folder / "tokenizer.json").write_text("{}")
-        assert the_only(folder).startswith("tokenizer_config.json: ")
-
-    def test_a_tokenizers_own_code_is_wrong(self, folder: Path) -> None:
-        edit(folder / "tokenizer_config.json", lambda c: c.update(auto_map={"AutoTokenizer": ["x.Y", None]}))
-        assert "tokenizer_config.json: `auto_map` names code of its own" in findings(folder)[0]
-
-    def test_settings_must_load_and_should_not_contradict_each_other(self, folder: Path) -> None:
-        edit(folder / "generation_config.json", lambda c: c.update(do_sample=False, temperature=0.5))
-        assert the_only(folder, severity="note").startswith("generation_config.json: GenerationConfig is invalid")
-        edit(folder / "generation_config.json", lambda c: c.update(max_new_tokens="many"))
-        assert the_only(folder).startswith("generation_config.json: ")
-        (folder / "generation_config.json").unlink()
-        assert the_only(folder, severity="note") == "generation_config.json: is not there"
-
-
-def test_a_card_without_readable_metadata_is_wrong_and_without_a_licence_good_to_know(folder: Path) -> None:
-    card = folder / "README.md"
-    text = card.read_text()
-    card.write_text(text.replace("license: mit\n", ""))
-    assert the_only(folder, severity="note").startswith("README.md: names no licence")
-    card.write_text(text.replace("license: mit\n", "license: [\n"))
-    assert the_only(folder).startswith(
-        "README.md: cannot be read: ValueError: The metadata of README.md cannot be read"
-    )
+    @pytest.mark.parametrize("entry", ["README.md", "README.md:", ":secret", "README.md:anything"])
+    def test_entry_is_a_file_and_a_rule(self, entry: str, folder: Path) -> None:
+        with pytest.raises(ValueError, match="FILE:RULE"):
+            check(folder, allow=[entry])

@@ -4,7 +4,15 @@ import pytest
 
 from diffllama import __version__
 from diffllama.hub_cards import code
-from diffllama.hub_cards.code import HubCodeError, code_licence, differences, hub_code, stamped, unstamped, write_code
+from diffllama.hub_cards.code import (
+    HubCodeError,
+    add_version_line,
+    code_differences,
+    code_licence,
+    hub_code,
+    split_version_line,
+    write_code,
+)
 
 
 HEADER = "# Copyright 2026 The diffllama authors.\n# SPDX-License-Identifier: Apache-2.0\n"
@@ -50,8 +58,8 @@ def test_files_are_found_from_the_entry_points_on(tmp_path: Path) -> None:
         ("from . import a", "model.py: line 1: `from . import a` must have the form"),
         ("from .missing import x", "missing.py: [Errno 2] No such file"),
         ("x = 1; from .a import y", "model.py: the loader does not see the import of .a"),
-        ('"""\nfrom .a import x\n"""', "model.py: the loader would take a line of text for an import of .a"),
-        ("'''\nimport .a\n'''", "model.py: the loader would take a line of text for an import of .a"),
+        ('"""\nfrom .a import x\n"""', "model.py: the loader takes a line of text for an import of .a"),
+        ("'''\nimport .a\n'''", "model.py: the loader takes a line of text for an import of .a"),
         ("def broken(:", "model.py: invalid syntax"),
     ],
 )
@@ -94,16 +102,16 @@ class TestStamp:
         monkeypatch.setattr(code, "commit", lambda: "0123abcd")
         text = f'{HEADER}"""Docstring."""\n\nx = 1\n'
         line = f"# From diffllama {__version__}, commit 0123abcd.\n"
-        assert stamped(text) == f'{HEADER}{line}"""Docstring."""\n\nx = 1\n'
-        assert unstamped(stamped(text)) == (text, f"{__version__}, commit 0123abcd")
+        assert add_version_line(text) == f'{HEADER}{line}"""Docstring."""\n\nx = 1\n'
+        assert split_version_line(add_version_line(text)) == (text, f"{__version__}, commit 0123abcd")
 
     def test_an_unknown_commit_is_left_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(code, "commit", lambda: None)
-        assert stamped(HEADER) == f"{HEADER}# From diffllama {__version__}.\n"
-        assert unstamped(stamped(HEADER)) == (HEADER, __version__)
+        assert add_version_line(HEADER) == f"{HEADER}# From diffllama {__version__}.\n"
+        assert split_version_line(add_version_line(HEADER)) == (HEADER, __version__)
 
     def test_text_without_it_stays(self) -> None:
-        assert unstamped(f"{HEADER}x = 1\n") == (f"{HEADER}x = 1\n", None)
+        assert split_version_line(f"{HEADER}x = 1\n") == (f"{HEADER}x = 1\n", None)
 
 
 class TestFolder:
@@ -112,7 +120,7 @@ class TestFolder:
         assert {file.name for file in tmp_path.iterdir()} == {*hub_code(), "LICENSE"}
         assert "Apache License" in (tmp_path / "LICENSE").read_text()
         assert all((tmp_path / name).read_text().startswith("# Copyright") for name in hub_code())
-        assert differences(hub_code(tmp_path)) == {}
+        assert code_differences(hub_code(tmp_path)) == {}
 
     def test_another_licence_of_the_model_stays(self, tmp_path: Path) -> None:
         (tmp_path / "LICENSE").write_text("Only for llamas.")
@@ -122,17 +130,17 @@ class TestFolder:
         assert "Apache License" in (tmp_path / "LICENSE-CODE").read_text()
 
     def test_differences_are_told_by_file_and_origin(self, tmp_path: Path) -> None:
-        ours = {name: stamped(text) for name, text in hub_code().items()}
+        ours = {name: add_version_line(text) for name, text in hub_code().items()}
         name = "differential_attention.py"
-        assert differences(ours) == {}
-        assert differences(hub_code()) == {}
+        assert code_differences(ours) == {}
+        assert code_differences(hub_code()) == {}
         changed = ours[name].replace("import torch\n", "import torch\nimport os\n", 1).rstrip().rsplit("\n", 1)[0]
-        (told,) = differences(ours | {name: changed}).items()
+        (told,) = code_differences(ours | {name: changed}).items()
         assert told[0] == name
-        assert told[1].startswith(f"is not that of diffllama {__version__} but from diffllama {__version__}")
+        assert told[1].startswith(f"differs from diffllama {__version__}; it is from diffllama {__version__}")
         assert told[1].endswith(": +1 -1 lines")
         del ours[name]
-        assert differences(ours | {"extra.py": ""}) == {
+        assert code_differences(ours | {"extra.py": ""}) == {
             name: f"is missing; diffllama {__version__} has it",
             "extra.py": f"is not in diffllama {__version__}",
         }

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 from diffllama import DiffLlamaForSequenceClassification, convert
 from diffllama.checkpoints.errors import CheckpointError
 from diffllama.hub_cards import check, export, write_card
-from diffllama.hub_cards.code import hub_code, unstamped
-from diffllama.hub_cards.findings import Finding, FolderError, errors
+from diffllama.hub_cards.code import hub_code, split_version_line
+from diffllama.hub_cards.findings import Finding, FolderError, error_lines
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
 from support import subprocess_runner
 from support.llama_checkpoints import llama, snapshot
@@ -146,7 +146,7 @@ class TestOrigins:
         config = json.loads((folder / "config.json").read_text())
         assert config["auto_map"] == AUTO_MAP
         assert config["use_cache"] is True
-        assert all(unstamped((folder / name).read_text())[1] for name in hub_code())
+        assert all(split_version_line((folder / name).read_text())[1] for name in hub_code())
 
     def test_its_card_is_of_its_kind(self, origin: str, story: dict[str, Any]) -> None:
         card = ModelCard.load(story["folders"][origin] / "README.md")
@@ -285,7 +285,7 @@ def test_what_was_written_into_a_folder_that_is_replaced_stays(source: Path, tmp
     assert "It likes cats." in card.read_text()
     assert "license: mit" in card.read_text()
     (source / "README.md").write_text("It likes dogs.\n")
-    with pytest.raises(ValueError, match="People wrote different things"):
+    with pytest.raises(ValueError, match="The handwritten texts"):
         export(source, folder, overwrite=True)
 
 
@@ -293,7 +293,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("spoil", "error", "message"),
         [
-            (lambda src: shutil.rmtree(src), FileNotFoundError, "src is no folder"),
+            (lambda src: shutil.rmtree(src), FileNotFoundError, "src is not a folder"),
             (lambda src: (src / "config.json").unlink(), FileNotFoundError, "has no config.json"),
             (lambda src: (src / "model.safetensors").unlink(), FileNotFoundError, "has no weights"),
             (lambda src: (src / "model.safetensors").write_bytes(b"x" * 9), CheckpointError, "cannot be read"),
@@ -303,8 +303,8 @@ class TestRefusals:
             (lambda src: (src / "NOTICE").symlink_to("/etc/hostname"), ValueError, "NOTICE is a link out of"),
             (lambda src: edit(src, transformers_weights="other.safetensors"), ValueError, "load other weights"),
             (lambda src: (src / "README.md").write_text(f"---\n{ALIASES}---\n"), ValueError, "YAML aliases"),
-            (lambda src: (src / "README.md").write_bytes(b"\xff"), ValueError, r"README\.md is no text in UTF-8"),
-            (lambda src: (src / "evaluation.json").write_text('{"results": [1]}'), ValueError, "No card can be made"),
+            (lambda src: (src / "README.md").write_bytes(b"\xff"), ValueError, r"README\.md is not text in UTF-8"),
+            (lambda src: (src / "evaluation.json").write_text('{"results": [1]}'), ValueError, "No card can be"),
             (lambda src: (src / "conversion.json").write_text("[]"), ValueError, r"conversion\.json must be"),
             (
                 lambda src: add_tensor(src / "model.safetensors"),
@@ -314,7 +314,7 @@ class TestRefusals:
             (
                 lambda src: (src / "README.md").write_text("hf_abcdefghijklmnopqrstuvwxyz"),
                 FolderError,
-                "README.md:secret: holds a Hugging Face token",
+                "README.md:secret: contains a secret: Hugging Face token",
             ),
         ],
         ids=[
@@ -358,7 +358,7 @@ class TestWriteCard:
         assert {"license": "mit", "language": "en"}.items() <= ModelCard(text).data.to_dict().items()
         assert write_card(folder) == []
         assert card.read_text() == text
-        assert errors(check(folder)) == []
+        assert error_lines(check(folder)) == []
 
     def test_a_failure_changes_nothing(self, source: Path, tmp_path: Path) -> None:
         (tmp_path / "results_1.json").write_text("{}")
@@ -378,7 +378,7 @@ class TestWriteCard:
 
 def test_what_is_found_can_be_allowed(source: Path, tmp_path: Path) -> None:
     (source / "README.md").write_text("# Logs are in /home/me/logs\n")
-    with pytest.raises(FolderError, match=r"README\.md:path: holds a path of a machine"):
+    with pytest.raises(FolderError, match=r"README\.md:path: contains a local path"):
         export(source, tmp_path / "dest")
     shown: list[Finding] = []
     export(source, tmp_path / "dest", allow=["README.md:path"], show=shown.extend)
@@ -389,8 +389,8 @@ IMPORTED = """
 import sys
 from pathlib import Path
 from diffllama.hub_cards import push, write_card
-from diffllama.hub_cards.inspection import inspect
-list(inspect(Path("folder")))
+from diffllama.hub_cards.folder_checks import inspect_folder
+list(inspect_folder(Path("folder")))
 write_card("folder")
 facts["imported"] = sorted({"peft", "bitsandbytes"} & set(sys.modules))
 """

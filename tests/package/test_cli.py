@@ -22,7 +22,7 @@ from diffllama import DiffLlamaForCausalLM, __main__
 from diffllama.checkpoints.errors import CheckpointError
 from diffllama.cli import app, main
 from diffllama.hub_cards.findings import Finding
-from diffllama.hub_cards.upload import Arrival, Shipment
+from diffllama.hub_cards.upload import UploadPlan, UploadResult
 from support.llama_checkpoints import REFUSALS, Refusal, llama, prepared, snapshot
 from support.tiny_models import tiny_model
 
@@ -305,18 +305,18 @@ class TestHubFolders:
         ]
         status, err = call(capsys, "export", ours, dest, *options)
         assert (status, err.splitlines()[-1]) == (0, f"Wrote {dest}")
-        assert "note  tokenizer.json:tokenizer: is not there" in err
+        assert "note  tokenizer.json:tokenizer: is missing" in err
         data = ModelCard.load(dest / "README.md").data
         assert (data.license, data.base_model, data.datasets, data.language) == ("mit", "a/b", ["c/d", "e/f"], "en")
         status, err = call(capsys, "check", dest)
-        assert (status, err.splitlines()[-1]) == (0, f"Fit to be published: {dest}")
+        assert (status, err.splitlines()[-1]) == (0, f"Ready to be published: {dest}")
 
         card = dest / "README.md"
         card.write_text(card.read_text().replace("## Limits\n", "## Limits\n\nIt bites.\n"))
         status, err = call(capsys, "card", dest, "--license", "apache-2.0")
         assert (status, err.splitlines()) == (
             0,
-            ["Left as it is, for it was edited: the section limits", f"Wrote {card}"],
+            ["Kept the hand-edited section limits", f"Wrote {card}"],
         )
         assert "It bites." in card.read_text()
         assert ModelCard.load(card).data.license == "apache-2.0"
@@ -324,10 +324,10 @@ class TestHubFolders:
         (dest / "x.json").write_text('{"hub_token": "abc"}')
         status, err = call(capsys, "check", dest)
         assert status == 1
-        assert "error x.json:secret: `hub_token` holds a secret\n" in err
-        assert err.splitlines()[-1] == "Not fit to be published: 2 wrong"
+        assert "error x.json:secret: `hub_token` is a secret\n" in err
+        assert err.splitlines()[-1] == "Not ready to be published: 2 errors"
         status, err = call(capsys, "check", dest, "--allow", "x.json:secret", "--allow", "*.json:unknown-file")
-        assert (status, err.splitlines()[-1]) == (0, f"Fit to be published: {dest}")
+        assert (status, err.splitlines()[-1]) == (0, f"Ready to be published: {dest}")
 
     def test_what_is_wrong_is_an_error_and_changes_nothing(
         self, ours: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -337,18 +337,18 @@ class TestHubFolders:
         nowhere, dest = tmp_path / "nowhere", tmp_path / "dest"
         for command, told in {
             ("export", source, dest): "`model_type` of the source must be one of 'diff_llama', got 'llama'",
-            ("export", nowhere, dest): "nowhere is no folder",
+            ("export", nowhere, dest): "nowhere is not a folder",
             ("export", ours, ours / "dest"): "overlap",
-            ("export", ours, dest): "README.md:secret: holds a Hugging Face token",
+            ("export", ours, dest): "README.md:secret: contains a secret: Hugging Face token",
             ("export", ours, dest, "--max-shard-size", "much"): "`max_shard_size` must be a number of bytes",
-            ("check", nowhere): "nowhere is no folder",
-            ("card", nowhere): "nowhere is no folder",
+            ("check", nowhere): "nowhere is not a folder",
+            ("card", nowhere): "nowhere is not a folder",
             ("check", ours, "--allow", "README.md"): "`allow` must be FILE:RULE",
-            ("check", ours, "--allow", "x.txt:path"): "matches nothing",
+            ("check", ours, "--allow", "x.txt:path"): "matches no finding",
             ("card", source): "got 'llama'",
-            ("card", ours, "--results", nowhere): "nowhere is no file, and no folder with result files",
-            ("push", ours, "me/model"): "README.md:secret: holds a Hugging Face token",
-            ("push", nowhere, "me/model"): "nowhere is no folder",
+            ("card", ours, "--results", nowhere): "nowhere is not a file or a folder with result files",
+            ("push", ours, "me/model"): "README.md:secret: contains a secret: Hugging Face token",
+            ("push", nowhere, "me/model"): "nowhere is not a folder",
             ("push", ours, "model"): "must be `owner/name`, got 'model'",
         }.items():
             status, err = call(capsys, *command)
@@ -364,8 +364,8 @@ class TestHubFolders:
         def push(folder: Path, repo: str, show: Any, **options: Any) -> Any:
             given.update(options, folder=folder, repo=repo)
             findings = [Finding("a.py", "[b]differs[/b]", "code-differs", "note")]
-            show(Shipment(repo, "dev", False, True, {"[b]a.py": 1234}, ["model.safetensors"], findings))
-            return Arrival("http://localhost/commit", "0123", changed="new" in str(folder))
+            show(UploadPlan(repo, "dev", False, True, {"[b]a.py": 1234}, ["model.safetensors"], findings))
+            return UploadResult("http://localhost/commit", "0123", changed="new" in str(folder))
 
         monkeypatch.setattr("diffllama.hub_cards.upload.push", push)
         options = ("--private", "--revision=dev", "--code-only", "--replace-card", "--allow=a.py:code-differs")
@@ -380,12 +380,12 @@ class TestHubFolders:
         }  # fmt: skip
         assert "note  a.py:code-differs: [b]differs[/b]" in err
         assert re.search(r"\[b\]a\.py +1,234", err)
-        assert re.search(r"model\.safetensors +removed", err)
-        assert "Sending to the private repository me/model, branch dev\n" in err
-        assert err.splitlines()[-1] == "Nothing was new: http://localhost/commit"
+        assert re.search(r"model\.safetensors +deleted", err)
+        assert "Uploading to the private repository me/model, branch dev\n" in err
+        assert err.splitlines()[-1] == "Nothing has changed: http://localhost/commit"
         assert (
             call(capsys, "push", "new", "me/model", "--create-pr")[1].splitlines()[-1]
-            == "Sent: http://localhost/commit"
+            == "Uploaded: http://localhost/commit"
         )
         assert given["create_pr"]
 

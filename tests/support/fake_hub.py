@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pytest
 import yaml
+from huggingface_hub import constants
 
 
 LFS_SUFFIXES = (".bin", ".gguf", ".h5", ".model", ".onnx", ".pt", ".safetensors")
@@ -219,6 +221,21 @@ class Hub(ThreadingHTTPServer):
             "NO_PROXY": "*",
             **({"HF_TOKEN": token} if token else {}),
         }
+
+
+def connect(hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the client of this process talk to a fake Hub, with caches in a folder, as alice."""
+    for name, value in {
+        "ENDPOINT": hub.endpoint,
+        "HUGGINGFACE_CO_URL_TEMPLATE": f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_DISABLE_XET": True,
+        "HF_HUB_DISABLE_TELEMETRY": True,
+        "HF_HUB_CACHE": str(folder / "cache"),
+        "HF_TOKEN_PATH": str(folder / "token"),
+    }.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setenv("HF_TOKEN", "hf_alice")
 
 
 # --- the server -----------------------------------------------------------------------------------------------------

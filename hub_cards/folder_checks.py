@@ -1,8 +1,8 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a folder that may be hostile: every file, and the model that they make. None of its code runs.
+"""Reads every file of a folder, which may be hostile, and the model that they make. Runs none of its code.
 
-Its chat templates do, in Jinja's sandbox, as transformers runs them. `inspect_with_limits` runs all of this.
+Chat templates are rendered, in Jinja's sandbox, as transformers does. `run_isolated` runs all of this.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,104 +20,101 @@ from diffllama.checkpoints.files import NAMES, TOKENIZER_FILES
 from diffllama.checkpoints.json_files import read_json
 from diffllama.checkpoints.models import expected_tensors
 from diffllama.checkpoints.reading import Checkpoint, SafetensorsFile, check_tensors, nonfinite_tensors, open_checkpoint
-from diffllama.hub_cards.cards import CARD, TASKS, card_metadata, read_card
+from diffllama.hub_cards.cards import CARD, TASKS, parse_metadata, read_card
 from diffllama.hub_cards.code import (
     HubCodeError,
-    differences,
+    code_differences,
     hub_code,
     is_package_code,
     package_code,
 )
+from diffllama.hub_cards.file_checks import check_file, kind_of, list_files, uploaded_files
 from diffllama.hub_cards.findings import Finding, note
-from diffllama.hub_cards.model_files import check_file, entries, kind_of, sent_files
-from diffllama.hub_cards.texts import has_place, strings
+from diffllama.hub_cards.sanitize import contains_local_path, json_leaves
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
 
 
-HIDDEN_CODE = dict.fromkeys(
+CODE_FIELDS = dict.fromkeys(
     (
         *("custom_pipelines", "kernel_config", "attn_implementation"),
         *("_attn_implementation", "_attn_implementation_internal"),
         *("_experts_implementation", "_experts_implementation_internal"),
     ),
-    "makes transformers run more",
+    "makes transformers run more code",
 )
 """Fields of config.json for which transformers fetches or runs more code than `auto_map` names."""
 
-OTHER_WEIGHTS = "transformers_weights"
-"""The field of config.json that names other weights than those that this package reads."""
-
-DEFAULTS = {"is_causal": True}
-"""Fields that may say what is so anyway."""
-
-REFUSED_FIELDS = HIDDEN_CODE | {
-    OTHER_WEIGHTS: "makes transformers load other weights",
+FORBIDDEN_FIELDS = CODE_FIELDS | {
+    "transformers_weights": "makes transformers load other weights",
     "is_causal": "makes attention look ahead in some implementations and not in others",
 }
 """Fields that config.json must not have, and what they do."""
+
+HARMLESS_VALUES = {"is_causal": True}
+"""Values of those fields that change nothing."""
 
 PYTHON_INTERNALS = {
     *("__builtins__", "__import__", "__loader__", "__spec__"),
     *(name for kind in (object, type, type(lambda: 0)) for name in (*dir(kind), *vars(type)) if name.startswith("__")),
 }
-"""Attributes by which a template would leave Jinja's sandbox."""
+"""Attributes through which a template could leave Jinja's sandbox."""
 
 
-def inspect(folder: Path) -> Iterator[Finding | str]:
-    """What is wrong with a folder, and what is good to know; before each file is read, its name."""
-    torch.set_num_threads(1)  # threads of a process do not survive its fork
-    broken = False
-    for file in entries(folder):
+def inspect_folder(folder: Path) -> Iterator[Finding | str]:
+    """All findings about a folder. Before a file is read, its name is yielded."""
+    torch.set_num_threads(1)  # threads do not survive the fork of their process
+    unreadable = False
+    for file in list_files(folder):
         name = file.relative_to(folder).as_posix()
-        for item in careful(name, "content", partial(check_file, file, folder)):
-            broken |= isinstance(item, Finding) and item.rule in ("content", "json") and kind_of(name) is not None
+        for item in guarded(name, "content", partial(check_file, file, folder)):
+            unreadable |= isinstance(item, Finding) and item.rule in ("content", "json") and kind_of(name) is not None
             yield item
-    yield from careful("*.py", "code", lambda: check_code(folder))
-    if broken:
-        return  # whoever reads these files now finds the same faults again
+    yield from guarded("*.py", "code", partial(check_code, folder))
+    if unreadable:
+        return  # loading these files would report the same errors again
     config = None
-    for item in careful("config.json", "config", lambda: load_config(folder)):
+    for item in guarded("config.json", "config", partial(load_config, folder)):
         if isinstance(item, DiffLlamaConfig):
             config = item
         else:
             yield item
     if config is None:
         return
-    yield from careful("config.json", "config", lambda: check_config(folder))
-    yield from careful(NAMES[0], "weights", lambda: check_weights(folder, config))
-    yield from careful("tokenizer_config.json", "tokenizer", lambda: check_tokenizer(folder, config))
-    yield from careful("generation_config.json", "generation", lambda: check_generation(folder, config))
-    yield from careful(CARD, "card", lambda: check_card(folder))
-
-
-def careful(name: str, rule: str, look: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    """The name of a file and what a function finds in it, be it only that it fails."""
-    yield name
-    try:
-        yield from look()
-    except MemoryError:
-        yield Finding(name, "takes too much memory to read", "limits")
-    except Exception as error:  # a hostile file can fail anywhere; it is the folder that is wrong
-        yield Finding(name, f"cannot be read: {one_line(error)}", rule)
+    yield from guarded("config.json", "config", partial(check_config, folder))
+    yield from guarded(NAMES[0], "weights", partial(check_weights, folder, config))
+    yield from guarded("tokenizer_config.json", "tokenizer", partial(check_tokenizer, folder, config))
+    yield from guarded("generation_config.json", "generation", partial(check_generation, folder, config))
+    yield from guarded(CARD, "card", partial(check_card, folder))
 
 
 def inspect_code(folder: Path) -> Iterator[Finding | str]:
-    """The same of a folder's code alone."""
-    yield from careful("*.py", "code", lambda: check_code(folder, others=False))
-    for file in entries(folder):
+    """The same for the folder's code only."""
+    yield from guarded("*.py", "code", partial(check_code, folder, other_files=False))
+    for file in list_files(folder):
         if file.parent == folder and file.name in package_code():
-            yield from careful(file.name, "content", partial(check_file, file, folder))
+            yield from guarded(file.name, "content", partial(check_file, file, folder))
+
+
+def guarded(name: str, rule: str, check: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """The name of a file and the findings of a check. An exception of the check becomes a finding."""
+    yield name
+    try:
+        yield from check()
+    except MemoryError:
+        yield Finding(name, "takes too much memory to read", "limits")
+    except Exception as error:  # libraries can fail anywhere when they read a hostile file
+        yield Finding(name, f"cannot be read: {one_line(error)}", rule)
 
 
 def one_line(error: Exception) -> str:
-    """An error of a library, in one line."""
+    """Type and message of an error in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def check_code(folder: Path, others: bool = True) -> Iterator[Finding]:
-    """Checks that the Hub's loader can follow the folder's code, and that it is the package's.
+def check_code(folder: Path, other_files: bool = True) -> Iterator[Finding]:
+    """Checks that transformers can load the folder's code from the Hub, and that it is the package's.
 
-    With `others`, Python files that are not part of it are found too.
+    With `other_files`, Python files that do not belong to the model are reported too.
     """
     try:
         code = package_code() if is_package_code(folder) else hub_code(folder)
@@ -126,31 +123,31 @@ def check_code(folder: Path, others: bool = True) -> Iterator[Finding]:
             file, _, message = fault.partition(": ")
             yield Finding(file, message, "code")
         return
-    for file, message in differences(code).items():
-        how = "`diffllama export` writes the package's code"
-        yield Finding(file, f"{message}. {how}; if the change is yours, allow it", "code-differs")
-    for path in sent_files(folder) if others else ():
+    for file, message in code_differences(code).items():
+        advice = "`diffllama export` writes the package's code; if the change is yours, allow it"
+        yield Finding(file, f"{message}. {advice}", "code-differs")
+    for path in uploaded_files(folder) if other_files else ():
         name = path.relative_to(folder).as_posix()
         if path.suffix == ".py" and name not in code:
-            runs = ", and runs where this model is trusted to generate" * (name == "custom_generate/generate.py")
-            yield Finding(name, f"belongs to none of the model's classes{runs}", "other-code")
+            runs = ", and runs when this model is trusted to generate" * (name == "custom_generate/generate.py")
+            yield Finding(name, f"does not belong to the model{runs}", "other-code")
 
 
 def load_config(folder: Path) -> Iterator[DiffLlamaConfig | Finding]:
-    """The configuration of a folder, or what is wrong with it."""
+    """The configuration of a folder, or findings about it."""
     name = "config.json"
     if not (folder / name).is_file():
-        yield Finding(name, "is not there, so this is no model", "config")
+        yield Finding(name, "is missing, so this is not a model", "config")
         return
     content = read_json(folder / name)
-    fields = [field for field in REFUSED_FIELDS if content.get(field) not in (None, DEFAULTS.get(field))]
+    fields = [field for field in FORBIDDEN_FIELDS if content.get(field) not in (None, HARMLESS_VALUES.get(field))]
     for field in fields:
-        yield Finding(name, f"`{field}` {REFUSED_FIELDS[field]}: remove it", "config-field")
-    if not HIDDEN_CODE.keys() >= set(fields):
-        return  # the configuration refuses it too
+        yield Finding(name, f"`{field}` {FORBIDDEN_FIELDS[field]}: remove it", "config-field")
+    if not CODE_FIELDS.keys() >= set(fields):
+        return  # the configuration class refuses the others too
     if content.get("model_type") != DiffLlamaConfig.model_type:
-        must = f"`model_type` must be {DiffLlamaConfig.model_type!r}, got {content.get('model_type')!r}"
-        yield Finding(name, must, "config")
+        expected = f"`model_type` must be {DiffLlamaConfig.model_type!r}, got {content.get('model_type')!r}"
+        yield Finding(name, expected, "config")
         return
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     architecture_of(config)
@@ -160,19 +157,19 @@ def load_config(folder: Path) -> Iterator[DiffLlamaConfig | Finding]:
 def check_config(folder: Path) -> Iterator[Finding]:
     """Checks that a configuration names the code of its folder and no other."""
     name, content = "config.json", read_json(folder / "config.json")
-    present = content.get("auto_map")
-    present = present if isinstance(present, dict) else {}
-    for auto_class in AUTO_MAP | present:
-        expected, actual = AUTO_MAP.get(auto_class), present.get(auto_class)
+    auto_map = content.get("auto_map")
+    auto_map = auto_map if isinstance(auto_map, dict) else {}
+    for auto_class in AUTO_MAP | auto_map:
+        expected, actual = AUTO_MAP.get(auto_class), auto_map.get(auto_class)
         if expected != actual:
-            must = f"must have {auto_class}: {expected!r}" if expected else f"must not have {auto_class}"
-            yield Finding(name, f"`auto_map` {must}, got {actual!r}", "auto-map")
+            rule = f"must have {auto_class}: {expected!r}" if expected else f"must not have {auto_class}"
+            yield Finding(name, f"`auto_map` {rule}, got {actual!r}", "auto-map")
     if content.get("quantization_config"):
-        yield note(name, "`quantization_config`: it loads only where that quantization is installed", "config")
+        yield note(name, "`quantization_config`: loads only where that quantization is installed", "config")
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
-    """The name of the class of ours that a configuration is of. Raises `ValueError` if it is none."""
+    """The model class of a configuration. Raises `ValueError` if it is not a diffllama class."""
     architecture = (config.architectures or ["DifferentialLlamaForCausalLM"])[0]
     if architecture not in TASKS:
         raise ValueError(f"`architectures` in config.json must be one of {', '.join(TASKS)}, got {architecture!r}.")
@@ -181,18 +178,16 @@ def architecture_of(config: PreTrainedConfig) -> str:
 
 def check_weights(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding | str]:
     """Checks the weights against the configuration, the index against them, and that all values are finite."""
-    index = folder / f"{NAMES[0]}.index.json"
-    single = folder / NAMES[0]
+    index, single = folder / f"{NAMES[0]}.index.json", folder / NAMES[0]
     if not (single.is_file() or index.is_file()):
-        yield Finding(NAMES[0], "is not there, nor an index of its shards: `diffllama export` writes them", "weights")
+        yield Finding(NAMES[0], "is missing, and so is an index of shards: `diffllama export` writes them", "weights")
         return
     name = NAMES[0] if single.is_file() else index.name
-    quantized = getattr(config, "quantization_config", None) is not None
     used = {NAMES[0]} if single.is_file() else {index.name, *read_json(index)["weight_map"].values()}
     for path in sorted(folder.glob("model*.safetensors*")):
         if path.name not in used:
             yield Finding(path.name, "is not among the model's weights", "unknown-file")
-    if quantized:
+    if getattr(config, "quantization_config", None) is not None:
         return  # its tensors have the names, shapes and dtypes of its quantization
     try:
         checkpoint = open_checkpoint(folder)
@@ -201,7 +196,7 @@ def check_weights(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding | s
         title, *faults = str(error).splitlines()
         for line in faults or [title]:
             file, _, fault = line.strip().partition(": ")
-            if file.endswith(".safetensors"):  # in the words of `check_safetensors`, for it is the same fault
+            if file.endswith(".safetensors"):  # in the words of `check_safetensors`, which finds the same fault
                 yield Finding(file, f"cannot be read: {fault}", "weights")
             else:
                 yield Finding(name, line.strip(), "weights")
@@ -212,20 +207,20 @@ def check_weights(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding | s
         dtypes = sorted({str(tensor.dtype) for tensor in checkpoint.tensors.values()})
         yield note(name, f"has {', '.join(dtypes)}, and `dtype` in config.json is {config.dtype}", "weights")
     for tensor, home in checkpoint.homes.items():
-        yield name  # all weights together may take longer than the limit, a tensor may not
+        yield name  # the time limit is for each tensor, not for all of them
         for file in nonfinite_tensors(Checkpoint({tensor: home}, "")).values():
             yield Finding(file, f"{tensor} has NaN or infinite values", "non-finite")
 
 
 def check_index(index: Path, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Checks what an index says of its shards."""
+    """Checks that an index agrees with its shards."""
     content = read_json(index)
     homes = {
         tensor: file.path.name for tensor, (file, _) in checkpoint.homes.items() if isinstance(file, SafetensorsFile)
     }
     if content["weight_map"] != homes:
-        differing = sorted(dict(content["weight_map"].items() ^ homes.items()))
-        yield Finding(index.name, f"does not say where these tensors are: {', '.join(differing)}", "weights")
+        tensors = sorted(dict(content["weight_map"].items() ^ homes.items()))
+        yield Finding(index.name, f"names the wrong shard for these tensors: {', '.join(tensors)}", "weights")
     size = content.get("metadata", {}).get("total_size")
     if size != (total := sum(tensor.nbytes for tensor in checkpoint.tensors.values())):
         yield Finding(index.name, f"`total_size` must be {total}, got {size}", "weights")
@@ -233,25 +228,27 @@ def check_index(index: Path, checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def check_tokenizer(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding | str]:
     """Checks that the tokenizer, if there is one, loads without code of its own and fits the vocabulary."""
+    sources: dict[str, str] = {}
     for file, template in chat_templates(folder):
+        sources.setdefault(template, file)
         yield file
         yield from check_template(file, template)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        yield note("tokenizer.json", "is not there: save the tokenizer into the folder, if there is one", "tokenizer")
+        yield note("tokenizer.json", "is missing: save the tokenizer into the folder, if there is one", "tokenizer")
         return
     name = "tokenizer_config.json"
     yield name
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if len(tokenizer) > config.vocab_size:
-        yield Finding(
-            name, f"the tokenizer has {len(tokenizer)} tokens, the model only {config.vocab_size}", "tokenizer"
-        )
+        message = f"the tokenizer has {len(tokenizer)} tokens, the model only {config.vocab_size}"
+        yield Finding(name, message, "tokenizer")
     templates = tokenizer.chat_template
-    for each in templates.values() if isinstance(templates, dict) else [templates] if templates else ():
-        name = next((file for file, template in chat_templates(folder) if template == each), "chat_template.jinja")
+    for template in templates.values() if isinstance(templates, dict) else [templates] if templates else ():
+        name = sources.get(template, "chat_template.jinja")
         yield name
+        messages = [{"role": "user", "content": "Hello"}]
         try:
-            tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], chat_template=each, tokenize=False)
+            tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
         except (TemplateSyntaxError, SecurityError) as error:
             yield Finding(name, one_line(error), "template")
         except MemoryError:
@@ -261,7 +258,7 @@ def check_tokenizer(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding |
 
 
 def chat_templates(folder: Path) -> Iterator[tuple[str, str]]:
-    """The chat templates of a folder, and the files that they are in."""
+    """The chat templates of a folder, each with its file's name."""
     for path in (folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))):
         if path.is_file():
             yield path.relative_to(folder).as_posix(), path.read_text(encoding="utf-8")
@@ -274,40 +271,38 @@ def chat_templates(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def check_template(name: str, template: str) -> Iterator[Finding]:
-    """Checks that a template does not reach for Python's internals, also where it is not rendered."""
+    """Checks that a template does not use Python's internals, even where it is not rendered."""
     try:
         for line, kind, value in Environment().lex(template):
             if kind in ("name", "string") and value.strip("\"'") in PYTHON_INTERNALS:
-                yield Finding(
-                    name, f"line {line}: {value.strip()} is an attribute of Python's, not of a chat", "template"
-                )
+                yield Finding(name, f"line {line}: {value.strip()} is an internal attribute of Python", "template")
     except TemplateSyntaxError as error:
         yield Finding(name, one_line(error), "template")
 
 
 def check_generation(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding]:
-    """Checks the settings for generation."""
+    """Checks the generation settings."""
     file = folder / "generation_config.json"
     if file.is_file():
         settings = GenerationConfig.from_pretrained(folder)
         try:
             settings.validate(strict=True)
-        except ValueError as error:  # published models have them too
+        except ValueError as error:  # published models have contradicting settings too
             yield note(file.name, " ".join(str(error).split()), "generation")
     elif TASKS[architecture_of(config)].pipeline_tag == "text-generation":
-        yield note(file.name, "is not there", "generation")
+        yield note(file.name, "is missing", "generation")
 
 
 def check_card(folder: Path) -> Iterator[Finding]:
     """Checks that there is a card with metadata, and a licence."""
     if not any(folder.glob("LICENSE*")):
-        yield note("LICENSE", "is not there", "licence")
+        yield note("LICENSE", "is missing", "licence")
     if not (folder / CARD).is_file():
-        yield note(CARD, "is not there: `diffllama card` writes it", "card")
+        yield note(CARD, "is missing: `diffllama card` writes it", "card")
         return
-    metadata = card_metadata(read_card(folder / CARD), CARD)
-    for where, value in strings(metadata):
-        if has_place(value, where.rpartition(".")[2]):
-            yield Finding(CARD, f"`{where}` holds a path of a machine: {value[:80]!r}", "path")
+    metadata = parse_metadata(read_card(folder / CARD), CARD)
+    for where, value in json_leaves(metadata):
+        if contains_local_path(value, where.rpartition(".")[2]):
+            yield Finding(CARD, f"`{where}` is or contains a local path: {value[:80]!r}", "path")
     if not metadata.get("license"):
         yield note(CARD, "names no licence: `diffllama card --license` does", "licence")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from diffllama.hub_cards.evaluation import evaluation_rows
+from diffllama.hub_cards.lm_eval_results import evaluation_rows
 
 
 def result_file(path: Path, changes: dict[str, Any] | None = None, **numbers: Any) -> Path:
