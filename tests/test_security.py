@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,15 @@ RAN = "code of the folder ran"
 # --- the page itself ------------------------------------------------------------------------------------------------
 
 
-def test_its_table_names_every_file_of_a_hub_folder_and_no_other(tmp_path: Path) -> None:
+def test_its_command_lists_the_python_files_of_a_folder(tmp_path: Path) -> None:
+    (command,) = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
     tiny_model().save_pretrained(tmp_path)
-    rows = re.findall(r"^\| `(\w+\.py)` \|", TEXT, re.MULTILINE)
-    assert sorted(rows) == sorted(file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*.py"))
+    listed = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    *lines, total = [line.split() for line in listed.splitlines()]
+    assert sorted(name for _, name in lines) == sorted(file.name for file in tmp_path.glob("*.py"))
+    assert int(total[0]) == sum(int(count) for count, _ in lines) > 0
+    for name in re.findall(r"`(\w+_diffllama\.py)`", TEXT):
+        assert (tmp_path / name).is_file()
 
 
 def test_files_that_it_cites_exist() -> None:
@@ -66,10 +72,20 @@ def save(folder: Path, variant: str = "v1", runs: bool = True) -> Path:
     return folder
 
 
-def test_with_the_package_no_code_of_the_folder_runs(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def with_package(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What loading several folders does where the package is imported: the module of a class, or an error."""
+    work = tmp_path_factory.mktemp("with_package")
     for variant in VARIANTS:
-        save(tmp_path / variant, variant, runs=False)
-    known = facts(
+        save(work / variant, variant, runs=False)
+    for name in ("tokenizer", "generation"):
+        save(work / name)
+    file = work / "tokenizer" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}}))
+    (work / "generation" / "custom_generate").mkdir()
+    for name in ("tokenizer/evil.py", "generation/custom_generate/generate.py"):
+        (work / name).write_text(f"raise RuntimeError({RAN!r})\n")
+    return facts(
         """
 import diffllama, transformers
 for folder in ("v1", "v2"):
@@ -78,37 +94,27 @@ for folder in ("v1", "v2"):
             facts[f"{auto} {folder} {trust}"] = outcome(auto, folder, **trust)
         pipeline = transformers.pipeline("text-generation", model=folder, **trust)
         facts[f"pipeline {folder} {trust}"] = type(pipeline.model).__module__
-""",
-        tmp_path,
-    )
-    assert len(known) == 30
-    tokenizers = {name: module for name, module in known.items() if name.startswith("AutoTokenizer")}
-    assert {module.partition(".")[0] for module in tokenizers.values()} == {"transformers"}
-    models = {module for name, module in known.items() if name not in tokenizers}
-    assert models == {f"diffllama.modeling_diff.{name}_diffllama" for name in ("configuration", "modeling")}
-
-
-def test_with_the_package_a_tokenizers_and_generations_code_runs_only_if_trusted(tmp_path: Path) -> None:
-    for folder in ("tokenizer", "generation"):
-        save(tmp_path / folder)
-    file = tmp_path / "tokenizer" / "tokenizer_config.json"
-    settings = json.loads(file.read_text()) | {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
-    file.write_text(json.dumps(settings))
-    (tmp_path / "generation" / "custom_generate").mkdir()
-    for name in ("tokenizer/evil.py", "generation/custom_generate/generate.py"):
-        (tmp_path / name).write_text(f"raise RuntimeError({RAN!r})\n")
-    known = facts(
-        """
-import diffllama, transformers
 for auto, folder in (("AutoTokenizer", "tokenizer"), ("AutoModelForCausalLM", "generation")):
     facts[f"{folder} untrusted"] = outcome(auto, folder)
     facts[f"{folder} trusted"] = outcome(auto, folder, trust_remote_code=True)
 """,
-        tmp_path,
+        work,
     )
-    assert known["tokenizer trusted"] == known["generation trusted"] == RAN
-    assert known["tokenizer untrusted"].startswith("transformers.")
-    assert known["generation untrusted"].startswith("diffllama.")
+
+
+def test_with_the_package_no_code_of_the_folder_runs(with_package: dict[str, str]) -> None:
+    modules = {name: module for name, module in with_package.items() if " v1 " in name or " v2 " in name}
+    assert len(modules) == 30
+    tokenizers = {name for name in modules if name.startswith("AutoTokenizer")}
+    assert {modules[name].partition(".")[0] for name in tokenizers} == {"transformers"}
+    models = {modules[name] for name in modules.keys() - tokenizers}
+    assert models == {f"diffllama.modeling_diff.{name}_diffllama" for name in ("configuration", "modeling")}
+
+
+def test_with_the_package_code_of_tokenizer_and_generation_runs_only_if_trusted(with_package: dict[str, str]) -> None:
+    assert with_package["tokenizer trusted"] == with_package["generation trusted"] == RAN
+    assert with_package["tokenizer untrusted"].startswith("transformers.")
+    assert with_package["generation untrusted"].startswith("diffllama.")
 
 
 def commit(work: Path, repository: str, hexadecimal: str, runs: bool = True, code_of: str | None = None) -> None:
