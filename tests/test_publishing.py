@@ -12,10 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_readme import PUBLISH, ROOT
+from typer.testing import CliRunner
 
 from diffllama import DiffLlamaForCausalLM
+from diffllama.cli import app
 from support import subprocess_runner
-from support.fake_hub import Hub
+from support.fake_hub import Hub, connect
 from support.tiny_models import EVERY_FEATURE, tiny_model, tiny_tokenizer
 
 
@@ -32,24 +34,13 @@ LINES = [line.partition(" #")[0].split() for line in COMMANDS.splitlines()]
 SIZE = {"vocab_size": 6144, "hidden_size": 256}  # so that the client, which writes 10 MiB at a time, resumes a download
 NEWER = "\nNEWER = True\n"
 
-COMMAND = """
-import json, sys
-from diffllama.cli import main
-for words in json.loads(sys.argv[1]):
-    sys.argv = ["diffllama", *words[1:]]
-    try:
-        main()
-    except SystemExit as end:
-        assert not end.code, words
-"""
-
 FRESH = """
-import json, os, sys
+import sys
 sys.modules["diffllama"] = None  # from here on importing it fails
 import torch, transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-tensors, facts, ids = {}, {}, torch.arange(1, 14)[None]
+tensors, ids = {}, torch.arange(1, 14)[None]
 def look(name, model):
     with torch.no_grad():
         tensors[name] = model.eval()(ids).logits
@@ -57,10 +48,6 @@ def look(name, model):
     helper = sys.modules[module.__name__.rpartition(".")[0] + ".differential_attention"]
     facts[name] = [module.__name__, hasattr(helper, "NEWER")]
     return model
-def done():
-    save_file(tensors, "tensors.safetensors")
-    with open("facts.json", "w") as file:
-        json.dump(facts, file)
 """
 
 LOAD = f"""
@@ -87,7 +74,7 @@ with torch.no_grad():
 look("tuned", model)
 model.push_to_hub("user/tuned")
 AutoTokenizer.from_pretrained("user/name", **trusted).push_to_hub("user/tuned")
-done()
+save_file(tensors, "tensors.safetensors")
 """
 
 ELSEWHERE = """
@@ -103,14 +90,14 @@ try:
     AutoModelForCausalLM.from_pretrained("user/tuned", trust_remote_code=False)
 except ValueError as error:
     facts["untrusted"] = str(error)
-done()
+save_file(tensors, "tensors.safetensors")
 """
 
 OFFLINE = """
 look("newest", AutoModelForCausalLM.from_pretrained("user/name", trust_remote_code=True))
 look("pinned", AutoModelForCausalLM.from_pretrained("user/name", revision=sys.argv[1], trust_remote_code=True))
 AutoTokenizer.from_pretrained("user/name", trust_remote_code=True)
-done()
+save_file(tensors, "tensors.safetensors")
 """
 
 
@@ -135,6 +122,16 @@ class Story:
     answers: dict[str, Answer]
 
 
+def run_commands(lines: list[list[str]]) -> str:
+    """The output of lines of the command line, which must succeed."""
+    output = ""
+    for _, *words in lines:
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, (words, result.output)
+        output += result.output
+    return output
+
+
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     work = tmp_path_factory.mktemp("publishing")
@@ -145,33 +142,26 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     (work / "path/to/lm-eval-results/results_1.json").write_text(json.dumps(results))
 
     with Hub() as hub:
+        with pytest.MonkeyPatch.context() as patch:
+            connect(hub, work / "publisher", patch)
+            patch.setenv("HF_TOKEN", "hf_user")
+            patch.chdir(work)
+            output = run_commands(LINES[:4])
+            folder, repository = work / "path/to/hub-folder", hub.repositories["user/name"]
+            first = repository.refs["main"]
+            shutil.copytree(folder, work / "published")
+            with (folder / "differential_attention.py").open("a") as file:
+                file.write(NEWER)
+            output += run_commands([[*line, "--allow", "differential_attention.py:code-differs"] for line in LINES[4:]])
+            newest = repository.refs["main"]
 
-        def run(code: str, *arguments: str, home: str, token: str | None = None, offline: bool = False) -> str:
-            (work / home).mkdir(exist_ok=True)
-            _, printed = subprocess_runner.run(
-                code,
-                *arguments,
-                environment=hub.environment(work / home, token) | {"HF_HUB_OFFLINE": str(int(offline))},
-                cwd=work if code is COMMAND else work / home,
-            )
-            return printed
-
-        def elsewhere(code: str, *arguments: str, home: str, **options: Any) -> Answer:
+        def elsewhere(code: str, *arguments: str, home: str, token: str | None = None, offline: bool = False) -> Answer:
+            """Runs code in a process of another machine."""
             before = len(hub.requests)
-            run(FRESH + code, *arguments, home=home, **options)
-            facts = json.loads((work / home / "facts.json").read_text())
+            (work / home).mkdir(exist_ok=True)
+            environment = hub.environment(work / home, token) | {"HF_HUB_OFFLINE": str(int(offline))}
+            facts, _ = subprocess_runner.run(FRESH + code, *arguments, environment=environment, cwd=work / home)
             return Answer(load_file(work / home / "tensors.safetensors"), facts, hub.requests[before:])
-
-        output = run(COMMAND, json.dumps(LINES[:4]), home="publisher", token="hf_user")
-        folder = work / "path/to/hub-folder"
-        repository = hub.repositories["user/name"]
-        first = repository.refs["main"]
-        shutil.copytree(folder, work / "published")
-        with (folder / "differential_attention.py").open("a") as file:
-            file.write(NEWER)
-        mine = [[*line, "--allow", "differential_attention.py:code-differs"] for line in LINES[4:]]
-        output += run(COMMAND, json.dumps(mine), home="publisher", token="hf_user")
-        newest = repository.refs["main"]
 
         hub.cut_after = 11_000_000
         answers = {"load": elsewhere(LOAD, first, newest, home="machine", token="hf_user")}

@@ -1,8 +1,8 @@
-"""A Hub on the loopback interface, for tests with the real huggingface_hub client in processes of their own.
+"""A Hub on the loopback interface, for tests with the real huggingface_hub client, in this process or others.
 
-It answers what that client asks about model repositories, with LFS instead of Xet, and keeps everything in memory. The
-token "hf_alice" is user alice's. A repository belongs to the user before its slash: nobody else reads it where it is
-private, or writes to it, but everybody may open pull requests. Requests that it does not know get status 501.
+It answers the requests about model repositories that the tests need, with LFS instead of Xet, and keeps everything in
+memory. The token "hf_alice" is that of the user alice. A repository belongs to the user before its slash: nobody else
+reads it if it is private, or writes to it, but everybody may open pull requests. Unknown requests get status 501.
 """
 
 import base64
@@ -292,9 +292,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def route(self, *parts: str) -> Answer:
         match self.command, *parts:
-            case "GET", "api", "whoami-v2":
-                self.sign_in()
-                return Answer({"type": "user", "name": self.user, "fullname": self.user, "orgs": []})
             case "POST", "api", "validate-yaml":
                 return self.validate(json.loads(self.sent)["content"])
             case "POST", "api", "repos", "create":
@@ -307,20 +304,14 @@ class Handler(BaseHTTPRequestHandler):
                 return self.refs(self.repository(f"{owner}/{name}"))
             case "GET", "api", "models", owner, name, "tree", revision, *folder:
                 return self.tree(self.repository(f"{owner}/{name}"), revision, "/".join(folder))
-            case "POST", "api", "models", owner, name, "paths-info", revision:
-                entries = self.repository(f"{owner}/{name}").find(revision).tree()
-                wanted = parse_qs(self.sent.decode())["paths"]
-                return Answer([entries[path] for path in wanted if path in entries])
             case "POST", "api", "models", owner, name, "preupload", revision:
                 return self.preupload(self.repository(f"{owner}/{name}", self.writing(), revision), revision)
             case "POST", "api", "models", owner, name, "commit", revision:
                 return self.commit(self.repository(f"{owner}/{name}", self.writing(), revision), revision)
             case "POST", "api", "models", owner, name, "branch", branch:
-                start = json.loads(self.sent).get("startingPoint", "main")
-                return self.point(self.repository(f"{owner}/{name}", "write"), branch, start)
-            case "POST", "api", "models", owner, name, "tag", revision:
-                ref = f"refs/tags/{json.loads(self.sent)['tag']}"
-                return self.point(self.repository(f"{owner}/{name}", "write"), ref, revision)
+                repository = self.repository(f"{owner}/{name}", "write")
+                repository.refs[branch] = repository.find(json.loads(self.sent)["startingPoint"]).oid
+                return Answer({})
             case "POST", owner, name, "info", "lfs", "objects", "batch" if name.endswith(".git"):
                 return self.announce(self.repository(f"{owner}/{name[:-4]}", "propose"))
             case "PUT", "storage", owner, name, sha256:
@@ -363,27 +354,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def info(self, repository: Repository, revision: str) -> Answer:
         commit = repository.find(revision)
-        siblings = []
-        for path, blob in commit.files.items():
-            details = {"size": blob.size, "blobId": blob.oid, "lfs": blob.lfs} if "blobs" in self.query else {}
-            siblings.append({"rfilename": path} | details)
         card = metadata(repository.files(revision).get("README.md", b"").decode())
         info = {
             "id": repository.name,
-            "author": repository.owner,
             "sha": commit.oid,
             "private": repository.private,
-            "gated": False,
-            "disabled": False,
-            "lastModified": "2026-01-01T00:00:00.000Z",
-            "siblings": siblings,
+            "siblings": [{"rfilename": path} for path in commit.files],
             "cardData": card,
             "tags": card.get("tags", []),
             "pipeline_tag": card.get("pipeline_tag"),
-            "library_name": card.get("library_name", "transformers" if "config.json" in commit.files else None),
+            "library_name": card.get("library_name"),
         }
-        wanted = {"id", *self.query.get("expand", info)}
-        return Answer({name: value for name, value in info.items() if name in wanted})
+        return Answer(info)
 
     def refs(self, repository: Repository) -> Answer:
         answer: dict[str, list[dict[str, str]]] = {"branches": [], "tags": [], "pullRequests": [], "converts": []}
@@ -413,24 +395,20 @@ class Handler(BaseHTTPRequestHandler):
         return Answer(status=302, headers=headers)
 
     def file(self, content: bytes, **headers: str) -> Answer:
-        """All bytes, or the range that is asked for: "bytes=5-9", "bytes=5-", or the last five, "bytes=-5"."""
-        wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
-        if not wanted:
+        """All bytes, or those from an offset on if the client asks for "bytes=5-"."""
+        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        if not asked:
             return Answer(content, headers=headers | {"Accept-Ranges": "bytes"}, is_file=True)
-        size, (first, last) = len(content), wanted.groups()
-        start = int(first) if first else max(0, size - int(last))
-        part = content[start : int(last) + 1 if first and last else size]
-        if not part:
+        size, start = len(content), int(asked[1])
+        if start >= size:
             raise Refusal(416, "Range Not Satisfiable", **{"Content-Range": f"bytes */{size}"})
-        return Answer(part, 206, headers | {"Content-Range": f"bytes {start}-{start + len(part) - 1}/{size}"}, True)
+        return Answer(content[start:], 206, headers | {"Content-Range": f"bytes {start}-{size - 1}/{size}"}, True)
 
     # Changes.
 
     def create(self, name: str, organization: str | None = None, **options: str) -> Answer:
         self.sign_in()
         owner, hub = organization or self.user, self.server
-        if options.get("type", "model") != "model":
-            raise Refusal(501, "the fake Hub knows models only")
         if owner != self.user:
             raise Refusal(403, f"You don't have the rights to create a model under the namespace {owner!r}")
         answer = {"name": f"{owner}/{name}", "url": f"{hub.endpoint}/{owner}/{name}"}
@@ -438,13 +416,6 @@ class Handler(BaseHTTPRequestHandler):
             return Answer(answer | {"error": "You already created this model repo"}, 409)
         hub.create(answer["name"], options.get("visibility") == "private")
         return Answer(answer)
-
-    def point(self, repository: Repository, ref: str, revision: str) -> Answer:
-        """A new branch or tag."""
-        if ref in repository.refs:
-            raise Refusal(409, f"Reference already exists: {ref}")
-        repository.refs[ref] = repository.find(revision).oid
-        return Answer({})
 
     def preupload(self, repository: Repository, revision: str) -> Answer:
         known, answer = repository.find(revision).files, []
@@ -458,10 +429,10 @@ class Handler(BaseHTTPRequestHandler):
     def announce(self, repository: Repository) -> Answer:
         """Where to upload LFS objects. What is here already needs no upload."""
         objects = json.loads(self.sent)["objects"]
-        for wanted in objects:
-            if wanted["oid"] not in repository.objects:
-                href = f"{self.server.storage}/{repository.name}/{wanted['oid']}"
-                wanted["actions"] = {"upload": {"href": href}}
+        for entry in objects:
+            if entry["oid"] not in repository.objects:
+                href = f"{self.server.storage}/{repository.name}/{entry['oid']}"
+                entry["actions"] = {"upload": {"href": href}}
         return Answer({"transfer": "basic", "objects": objects})
 
     def store(self, repository: Repository, sha256: str) -> Answer:
@@ -492,12 +463,10 @@ class Handler(BaseHTTPRequestHandler):
                 changes[path] = base64.b64decode(value["content"])
             elif kind == "lfsFile":
                 changes[path] = repository.objects[value["oid"]]
+            elif path in parent.files:
+                changes[path] = None
             else:
-                folder = f"{path.rstrip('/')}/" if kind == "deletedFolder" else None
-                gone = [name for name in parent.files if name == path or (folder and name.startswith(folder))]
-                if not gone:
-                    raise Refusal(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
-                changes |= dict.fromkeys(gone)
+                raise Refusal(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
         commit = repository.commit(changes, header["summary"], header["description"], ref, parent)
         repository.authors.setdefault(ref, self.user)
         url = f"{self.server.endpoint}/{repository.name}"
