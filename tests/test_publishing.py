@@ -1,4 +1,4 @@
-"""A model's way to the Hub and back, with the real client: the README's section "Publish", and what follows from it."""
+"""The README's section "Publish" with the real client: a model is uploaded, and loaded by processes elsewhere."""
 
 import json
 import re
@@ -103,7 +103,7 @@ save_file(tensors, "tensors.safetensors")
 
 @dataclass
 class Answer:
-    """What a process computed, what it noticed, and how many requests it made."""
+    """Results of a process, and its requests."""
 
     tensors: dict[str, torch.Tensor]
     facts: dict[str, Any]
@@ -112,7 +112,7 @@ class Answer:
 
 @dataclass
 class Story:
-    """What was published, and what processes on other machines made of it."""
+    """A published model, and the results of processes on other machines."""
 
     hub: Hub
     folder: Path
@@ -177,7 +177,7 @@ def expected(story: Story) -> torch.Tensor:
         return DiffLlamaForCausalLM.from_pretrained(story.folder)(torch.arange(1, 14)[None]).logits
 
 
-def test_the_readmes_commands_publish_a_private_model_with_its_facts(story: Story) -> None:
+def test_commands_of_the_readme_publish_a_private_model(story: Story) -> None:
     repository = story.hub.repositories["user/name"]
     assert repository.private
     assert set(repository.files(story.first)) == {".gitattributes", *(file.name for file in story.folder.iterdir())}
@@ -191,14 +191,12 @@ def test_the_readmes_commands_publish_a_private_model_with_its_facts(story: Stor
 
 
 @pytest.mark.parametrize("name", ["readme", "newest", "pinned", "newer code", "snapshot"])
-def test_a_process_that_never_heard_of_us_computes_the_packages_bits(
-    name: str, story: Story, expected: torch.Tensor
-) -> None:
+def test_process_without_the_package_computes_the_same_bits(name: str, story: Story, expected: torch.Tensor) -> None:
     assert torch.equal(story.answers["load"].tensors[name], expected)
     assert story.answers["load"].facts[name][0].startswith("transformers_modules.")
 
 
-def test_a_commit_pins_code_and_weights_and_newer_code_can_go_with_older_weights(story: Story) -> None:
+def test_commit_pins_code_and_weights_and_newer_code_runs_older_weights(story: Story) -> None:
     newer = {name: fact[1] for name, fact in story.answers["load"].facts.items() if name != "written"}
     assert newer == {
         "readme": True, "newest": True, "pinned": False, "newer code": True, "snapshot": True, "tuned": True,
@@ -208,20 +206,20 @@ def test_a_commit_pins_code_and_weights_and_newer_code_can_go_with_older_weights
     assert differing == {"differential_attention.py", "README.md"}
 
 
-def test_a_download_that_was_cut_goes_on(story: Story) -> None:
+def test_interrupted_download_resumes(story: Story) -> None:
     ranges = [request.range for request in story.answers["load"].requests if request.range]
     assert "bytes=10485760-" in ranges
 
 
-def test_a_pipeline_writes_what_the_package_writes(story: Story) -> None:
+def test_pipeline_generates_what_the_package_generates(story: Story) -> None:
     model = DiffLlamaForCausalLM.from_pretrained(story.folder)
     prompt = torch.tensor([[6, 7, 8]])
-    mine = model.generate(prompt, max_new_tokens=8, do_sample=False)[0].tolist()
-    assert len(mine) == 11
-    assert story.answers["load"].facts["written"] == mine
+    generated = model.generate(prompt, max_new_tokens=8, do_sample=False)[0].tolist()
+    assert len(generated) == 11
+    assert story.answers["load"].facts["written"] == generated
 
 
-def test_a_fine_tune_in_a_second_repository_is_loaded_from_there_alone(story: Story, expected: torch.Tensor) -> None:
+def test_fine_tune_in_another_repository_is_loaded_from_there_only(story: Story, expected: torch.Tensor) -> None:
     tuned, there = story.answers["load"].tensors["tuned"], story.answers["elsewhere"]
     assert not torch.equal(tuned, expected)
     assert torch.equal(there.tensors["tuned"], tuned)
@@ -232,7 +230,7 @@ def test_a_fine_tune_in_a_second_repository_is_loaded_from_there_alone(story: St
     assert sum("user/tuned" in path for path in before) > 5
 
 
-def test_a_private_repository_without_a_token_is_a_clear_error(story: Story) -> None:
+def test_private_repository_without_a_token_is_a_clear_error(story: Story) -> None:
     for name in ("user/name", "user/nothing"):
         error = story.answers["elsewhere"].facts[name]
         assert f"{name} is not a local folder and is not a valid model identifier" in error
@@ -240,11 +238,11 @@ def test_a_private_repository_without_a_token_is_a_clear_error(story: Story) -> 
         assert "token" in error
 
 
-def test_without_trust_the_error_says_what_to_do(story: Story) -> None:
+def test_loading_without_trust_is_an_error_with_advice(story: Story) -> None:
     assert "Please pass the argument `trust_remote_code=True`" in story.answers["elsewhere"].facts["untrusted"]
 
 
-def test_offline_the_cache_serves_both_commits(story: Story, expected: torch.Tensor) -> None:
+def test_cache_has_both_commits_offline(story: Story, expected: torch.Tensor) -> None:
     offline = story.answers["offline"]
     assert offline.requests == []
     assert torch.equal(offline.tensors["newest"], expected)
@@ -252,5 +250,5 @@ def test_offline_the_cache_serves_both_commits(story: Story, expected: torch.Ten
     assert (offline.facts["newest"][1], offline.facts["pinned"][1]) == (True, False)
 
 
-def test_every_request_was_one_that_the_hub_knows(story: Story) -> None:
+def test_fake_hub_knows_every_request(story: Story) -> None:
     assert [request for request in story.hub.requests if request.status == 501] == []

@@ -1,4 +1,4 @@
-"""What SECURITY.md says is so."""
+"""The statements of SECURITY.md hold."""
 
 import json
 import re
@@ -21,7 +21,7 @@ RAN = "code of the folder ran"
 # --- the page itself ------------------------------------------------------------------------------------------------
 
 
-def test_its_command_lists_the_python_files_of_a_folder(tmp_path: Path) -> None:
+def test_command_lists_the_python_files_of_a_folder(tmp_path: Path) -> None:
     (command,) = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
     tiny_model().save_pretrained(tmp_path)
     listed = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
@@ -32,13 +32,13 @@ def test_its_command_lists_the_python_files_of_a_folder(tmp_path: Path) -> None:
         assert (tmp_path / name).is_file()
 
 
-def test_files_that_it_cites_exist() -> None:
+def test_cited_files_exist() -> None:
     cited = re.findall(r"`((?:tests|conversion|modeling_diff|src)/[\w/.]+)`", TEXT)
     assert cited
     assert [name for name in cited if not (ROOT / name).is_file()] == []
 
 
-def test_its_python_code_compiles() -> None:
+def test_python_code_compiles() -> None:
     blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     assert blocks
     for block in blocks:
@@ -131,7 +131,7 @@ def commit(work: Path, repository: str, hexadecimal: str, runs: bool = True, cod
     (cached / "refs" / "main").write_text(40 * hexadecimal)
 
 
-def test_a_commit_pins_the_code_of_its_own_repository_and_of_no_other(tmp_path: Path) -> None:
+def test_commit_pins_the_code_of_its_own_repository_only(tmp_path: Path) -> None:
     commit(tmp_path, "me/model", "a")
     commit(tmp_path, "me/model", "b", runs=False)
     commit(tmp_path, "me/tuned", "c", code_of="me/model")
@@ -161,15 +161,15 @@ for auto in ("AutoModelForCausalLM", "AutoTokenizer"):
 
 @pytest.mark.parametrize("auto_class", ["AutoConfig", "AutoModelForCausalLM"])
 def test_converting_runs_no_code_of_the_source(auto_class: str, tmp_path: Path) -> None:
-    theirs = save_model(tmp_path / "theirs", LlamaConfig(**SIZES))
+    llama = save_model(tmp_path / "llama", LlamaConfig(**SIZES))
     ours = save(tmp_path / "ours", runs=False)
-    config = json.loads((theirs / "config.json").read_text()) | {"auto_map": {auto_class: "evil.Evil"}}
-    (theirs / "config.json").write_text(json.dumps(config))
-    (theirs / "evil.py").write_text(f"raise SystemExit({RAN!r})\n")
-    made = [
-        convert(theirs, tmp_path / "v2", source="llama"),
+    config = json.loads((llama / "config.json").read_text()) | {"auto_map": {auto_class: "evil.Evil"}}
+    (llama / "config.json").write_text(json.dumps(config))
+    (llama / "evil.py").write_text(f"raise SystemExit({RAN!r})\n")
+    converted = [
+        convert(llama, tmp_path / "v2", source="llama"),
         convert(ours, tmp_path / "stock", target="transformers"),
     ]
-    for folder in made:
+    for folder in converted:
         assert (folder / "model.safetensors").is_file()
         assert RAN not in "".join(file.read_text() for file in folder.glob("*.py"))

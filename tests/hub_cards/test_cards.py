@@ -84,7 +84,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 class TestText:
     @pytest.mark.parametrize("pins", [{}, {"repo": "me/model", "revision": COMMIT}], ids=["local", "on the Hub"])
-    def test_no_card_has_holes_and_its_code_is_python(self, kind: str, pins: dict[str, str]) -> None:
+    def test_card_has_no_holes_and_its_code_compiles(self, kind: str, pins: dict[str, str]) -> None:
         card = model_card(KINDS[kind], "model", METADATA.get(kind), **pins)
         text = re.sub(r"<!-- .*? -->\n", "", str(card))
         assert not re.search(r"\{\{|\{%|Undefined|None|[^\n]\n## | \n|—", text), text
@@ -98,7 +98,7 @@ class TestText:
         assert "transformers" in text
         assert "`torch>=" in text
 
-    def test_a_conversion_tells_its_facts(self) -> None:
+    def test_conversion_is_described(self) -> None:
         card = model_card(facts(conversion=record()), "model")
         for row in (
             "| source | some-llama |",
@@ -120,7 +120,7 @@ class TestText:
         ):
             assert f"\n{row}\n" in card.text, row
 
-    def test_a_training_tells_its_facts_and_only_those(self) -> None:
+    def test_training_is_described_as_far_as_it_is_known(self) -> None:
         card = model_card(facts("v1", training=TRAINING), "model")
         for row in (
             "| steps | 12,000 |",
@@ -143,7 +143,7 @@ class TestText:
         assert re.findall(r"## Training\n\n\| \| \|\n\| --- \| --- \|\n(.*?)\n\n", less, re.DOTALL) == ["| steps | 7 |"]
         assert "## Training" not in model_card(facts("v1"), "model").text
 
-    def test_an_evaluation_is_a_table_and_a_model_index(self) -> None:
+    def test_evaluation_is_a_table_and_a_model_index(self) -> None:
         card = model_card(facts("v1", evaluation=EVALUATION), "model")
         for row in (
             "| arc_easy | acc | 0.5123 ± 0.0102 | 0 | 2376 |",
@@ -162,7 +162,7 @@ class TestText:
         assert arc["source"]["name"] == "lm-evaluation-harness 0.4.13"
 
     @pytest.mark.parametrize("variant", VARIANTS)
-    def test_the_architecture_is_told_in_the_papers_words(self, variant: str) -> None:
+    def test_architecture_is_described_in_the_terms_of_the_paper(self, variant: str) -> None:
         text = model_card(facts(variant, EVERY_FEATURE), "model").text
         width = {"v1": "| head width d, of a query and a key | 8 |\n| width 2d of a value | 16 |",
                  "v2": "| head width d, of a query and a key | 16 |\n| width of a value | 16 |"}  # fmt: skip
@@ -173,7 +173,7 @@ class TestText:
         assert "| λ_init | 0.5 |" in plain
         assert "| headwise normalization | none |" in plain
 
-    def test_a_model_that_was_not_verified_says_why(self) -> None:
+    def test_missing_verification_has_a_reason(self) -> None:
         unverified = record() | {"verification": {"skipped": "not asked for"}}
         text = model_card(facts(conversion=unverified), "model").text
         assert "| verification | none: not asked for |" in text
@@ -181,7 +181,7 @@ class TestText:
 
     @pytest.mark.parametrize("variant", VARIANTS)
     @pytest.mark.parametrize("result", ["transformers", "unilm-v1", "unilm-v2"])
-    def test_what_is_no_model_of_ours_is_not_said_to_load_with_our_code(self, result: str, variant: str) -> None:
+    def test_other_formats_do_not_load_with_our_code(self, result: str, variant: str) -> None:
         card = model_card(facts(variant, conversion=record(result, format="diff_llama")), "model")
         assert f"converted to {result}" in card.text
         assert "trust_remote_code" not in card.text
@@ -189,19 +189,19 @@ class TestText:
         assert ("pipeline(" in card.text) is (result == "transformers")
         assert (card.data.library_name is None) is (result != "transformers")
 
-    def test_attention_alone_is_said_to_be_no_model(self) -> None:
+    def test_attention_alone_is_not_a_model(self) -> None:
         card = model_card(facts("v1", conversion=record(format="unilm-v1"), part=True), "model")
         assert "attention.safetensors" in card.text
         assert "pipeline(" not in card.text
         assert "| vocabulary |" not in card.text
 
-    def test_names_with_any_characters_stay_in_their_cells(self) -> None:
+    def test_names_are_escaped_in_tables(self) -> None:
         row = EVALUATION[2] | {"task": "a | b\n<!-- /diffllama:evaluation --><script>"}
         text, _ = updated_card("", replace(KINDS["trained"], evaluation=[row]), "model")
         assert "| a \\| b &lt;!-- /diffllama:evaluation --&gt;&lt;script&gt; | word_perplexity |" in text
         assert updated_card(text, KINDS["trained"], "model")[1] == []
 
-    def test_the_licences_of_code_and_model_are_two(self) -> None:
+    def test_code_and_model_have_licences_of_their_own(self) -> None:
         text = model_card(replace(facts(), code_licence="LICENSE-CODE"), "m", {"license": "llama3"}).text
         assert "under Apache-2.0 (LICENSE-CODE). The model's licence is llama3." in text
 
@@ -209,7 +209,7 @@ class TestText:
 @pytest.mark.parametrize("fields", [{}, EVERY_FEATURE], ids=["plain", "every feature"])
 @pytest.mark.parametrize(("variant", "dtype"), [("v1", torch.bfloat16), ("v2", torch.float32)])
 @torch.no_grad()
-def test_the_memory_of_a_cache_is_that_of_its_tensors(variant: str, dtype: torch.dtype, fields: dict[str, Any]) -> None:
+def test_cache_memory_is_that_of_its_tensors(variant: str, dtype: torch.dtype, fields: dict[str, Any]) -> None:
     model = tiny_model(variant, dtype, **fields)
     known = ModelFacts(model.config, 1, str(dtype).removeprefix("torch."))
     held = [layer.keys.nbytes + layer.values.nbytes for layer in model(tokens(1, 64)).past_key_values.layers]
@@ -229,7 +229,7 @@ SERVE = next(line for line in README.read_text(encoding="utf-8").splitlines() if
 
 
 class TestCommands:
-    """What cards tell to run does run: their Python code here, their shell command by tests/engines."""
+    """The commands in cards run: the Python code here, the shell command by tests/engines."""
 
     @pytest.fixture(scope="class")
     def folders(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -271,19 +271,19 @@ class TestCommands:
         assert words == [*expected, *(["--revision", pin, "--code-revision", pin] if pin else [])]
 
     @pytest.mark.parametrize("result", ["unilm-v1", "unilm-v2"])
-    def test_other_formats_have_none(self, result: str) -> None:
+    def test_other_formats_have_no_commands(self, result: str) -> None:
         text = model_card(facts(conversion=record(result, format="diff_llama")), "model").text
         assert set(re.findall(r"```(\w+)", text)) == {"bibtex"}
 
 
 class TestPackage:
-    def test_no_registry_is_named_while_the_package_has_no_public_place(self, kind: str) -> None:
+    def test_no_registry_is_named_while_the_package_is_not_public(self, kind: str) -> None:
         assert cards.PACKAGE_URL == ""
         text = str(model_card(KINDS[kind], "model", METADATA.get(kind)))
         assert "diffllama" in text
         assert not re.search(r"pypi|pip install|\]\(https://[^)]*diffllama", text)
 
-    def test_a_public_place_is_linked(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_public_package_is_linked(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cards, "PACKAGE_URL", "https://example.org/diffllama")
         assert "[diffllama](https://example.org/diffllama)" in model_card(KINDS[kind], "model", METADATA.get(kind)).text
 
@@ -296,19 +296,19 @@ class TestPackage:
 
 
 class TestMetadata:
-    def test_it_has_what_the_hub_reads(self, kind: str) -> None:
+    def test_library_task_and_tags_are_set(self, kind: str) -> None:
         data = model_card(KINDS[kind], "model", METADATA.get(kind)).data
         assert data.library_name == "transformers"
         assert data.pipeline_tag == ("text-classification" if kind == "classifier" else "text-generation")
         assert {"diffllama", "differential-attention", f"diff-{KINDS[kind].config.diff_variant}"} == set(data.tags)
 
-    def test_the_pipeline_tags_are_tasks_of_transformers(self) -> None:
+    def test_pipeline_tags_are_tasks_of_transformers(self) -> None:
         from transformers.pipelines import SUPPORTED_TASKS
 
         tags = {task.pipeline_tag for task in TASKS.values()}
         assert tags - {"question-answering"} <= set(SUPPORTED_TASKS)  # gone from transformers 5, not from the Hub
 
-    def test_the_base_model_is_named_with_its_relation(self) -> None:
+    def test_base_model_has_a_relation(self) -> None:
         converted = model_card(KINDS["converted"], "model").data
         assert (converted.base_model, converted.base_model_relation) == ("org/llama", "finetune")
         tuned = model_card(KINDS["fine-tuned"], "model", METADATA["fine-tuned"])
@@ -318,7 +318,7 @@ class TestMetadata:
         assert model_card(facts(), "model", merged).data.base_model_relation == "merge"
         assert "base_model" not in model_card(KINDS["trained"], "model").data.to_dict()
 
-    def test_what_a_source_says_of_licence_and_language_is_inherited(self, tmp_path: Path) -> None:
+    def test_licence_and_language_of_a_source_are_inherited(self, tmp_path: Path) -> None:
         card = tmp_path / "README.md"
         assert inherited_metadata(card) == {}
         card.write_text("---\nlicense: other\nlicense_name: mine\nlanguage: [en, de]\ntags: [x]\n---\n# Hello\n")
@@ -328,7 +328,7 @@ class TestMetadata:
 
 
 class TestUpdate:
-    def test_a_card_that_nobody_edited_is_the_new_one(self, kind: str) -> None:
+    def test_unedited_card_is_replaced(self, kind: str) -> None:
         first, _ = updated_card("", KINDS[kind], "model", METADATA.get(kind))
         again, edited = updated_card(first, KINDS[kind], "model")
         assert (again, edited) == (first, [])
@@ -338,72 +338,76 @@ class TestUpdate:
         assert "| parameters | 54,321 |" in changed
         assert "12,345" not in changed
 
-    def test_text_around_sections_stays_where_it_is(self) -> None:
+    def test_text_around_sections_stays(self) -> None:
         text, _ = updated_card("", facts(), "model")
-        mine = text.replace("<!-- diffllama:usage", "## My notes\n\nIt likes cats.\n\n<!-- diffllama:usage")
-        mine += "\nThe end.\n"
-        assert handwritten_text(mine).split() == ["##", "My", "notes", "It", "likes", "cats.", "The", "end."]
-        new, edited = updated_card(mine, replace(facts(), parameters=54321, evaluation=EVALUATION), "model")
+        edited_text = text.replace("<!-- diffllama:usage", "## My notes\n\nIt likes cats.\n\n<!-- diffllama:usage")
+        edited_text += "\nThe end.\n"
+        assert handwritten_text(edited_text).split() == ["##", "My", "notes", "It", "likes", "cats.", "The", "end."]
+        new, edited = updated_card(edited_text, replace(facts(), parameters=54321, evaluation=EVALUATION), "model")
         assert edited == []
         assert new.index("## Evaluation") < new.index("## My notes") < new.index("## Use") < new.index("The end.")
         assert "| parameters | 54,321 |" in new
 
-    def test_an_edited_section_stays_and_is_named(self) -> None:
+    def test_edited_section_stays_and_is_named(self) -> None:
         text, _ = updated_card("", facts(), "model")
-        mine = text.replace("| parameters | 12,345 |", "| parameters | about 12,000 |")
-        new, edited = updated_card(mine, replace(facts(), parameters=54321), "model")
+        edited_text = text.replace("| parameters | 12,345 |", "| parameters | about 12,000 |")
+        new, edited = updated_card(edited_text, replace(facts(), parameters=54321), "model")
         assert edited == ["architecture"]
         assert "| parameters | about 12,000 |" in new
         assert "54,321" not in new
         assert updated_card(new, facts(), "model")[1] == ["architecture"]
 
-    def test_a_removed_section_stays_away(self) -> None:
+    def test_removed_section_stays_removed(self) -> None:
         text, _ = updated_card("", facts(), "model")
-        mine = re.sub(r"<!-- diffllama:citation .*?<!-- /diffllama:citation -->\n", "", text, flags=re.DOTALL)
-        assert "bibtex" not in updated_card(mine, facts(), "model")[0]
+        edited_text = re.sub(r"<!-- diffllama:citation .*?<!-- /diffllama:citation -->\n", "", text, flags=re.DOTALL)
+        assert "bibtex" not in updated_card(edited_text, facts(), "model")[0]
 
-    def test_a_card_that_was_not_generated_is_kept_in_full(self) -> None:
-        theirs = "---\nlicense: mit\nmy_field: 1\n---\n\n# My model\n\nHello.\n"
-        new, _ = updated_card(theirs, facts(), "model")
+    def test_handwritten_card_is_kept(self) -> None:
+        handwritten = "---\nlicense: mit\nmy_field: 1\n---\n\n# My model\n\nHello.\n"
+        new, _ = updated_card(handwritten, facts(), "model")
         assert new.index("# My model\n\nHello.") < new.index("## Use")
         assert ModelCard(new).data.to_dict().items() >= {"license": "mit", "my_field": 1}.items()
         assert updated_card(new, facts(), "model")[0] == new
         plain, _ = updated_card("Only text.\n", facts(), "model")
         assert "Only text." in ModelCard(plain).text
 
-    def test_metadata_and_comments_of_people_stay(self) -> None:
+    def test_handwritten_metadata_and_comments_stay(self) -> None:
         text, _ = updated_card("", facts("v1", evaluation=EVALUATION), "model", {"license": "mit", "datasets": ["a/b"]})
-        mine = text.replace("license: mit", "# do not change:\nlicense: mit\nthumbnail: cat.png")
-        mine = mine.replace("- diffllama\n", "- diffllama\n- cats\n")
+        edited_text = text.replace("license: mit", "# do not change:\nlicense: mit\nthumbnail: cat.png")
+        edited_text = edited_text.replace("- diffllama\n", "- diffllama\n- cats\n")
         better = [EVALUATION[0] | {"value": 0.9}]
-        new, _ = updated_card(mine, facts("v2", evaluation=better), "model", {"license": "apache-2.0"})
+        new, _ = updated_card(edited_text, facts("v2", evaluation=better), "model", {"license": "apache-2.0"})
         data = ModelCard(new).data
         assert (data.license, data.thumbnail, data.datasets) == ("apache-2.0", "cat.png", ["a/b"])
         assert data.tags == ["diffllama", "differential-attention", "diff-v2", "cats"]
         assert "# do not change:" in new.split("---\n")[1]
         assert sorted(result.metric_value for result in data.eval_results) == [0.6, 0.9, 21.5]
 
-    def test_line_endings_of_windows_are_no_edits(self) -> None:
+    def test_line_endings_of_windows_are_not_edits(self) -> None:
         text, _ = updated_card("", facts(), "model")
         windows = text.replace("\n", "\r\n")
         assert updated_card(windows, replace(facts(), parameters=54321), "model")[1] == []
 
-    def test_aliases_in_metadata_are_an_error(self) -> None:
-        with pytest.raises(ValueError, match=r"README\.md cannot be read: it has YAML aliases"):
-            updated_card("---\na: &a [x]\nb: [*a, *a]\n---\n", facts(), "model")
+    @pytest.mark.parametrize(
+        ("front", "message"),
+        [
+            ("a: &a [x]\nb: [*a, *a]", r"README\.md cannot be read: it has YAML aliases"),
+            ("model-index: [{name: x}]", "model_index"),
+        ],
+        ids=["aliases", "model-index"],
+    )
+    def test_unreadable_metadata_is_an_error(self, front: str, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            updated_card(f"---\n{front}\n---\n", facts(), "model")
 
-    def test_metadata_that_cannot_be_read_is_an_error(self) -> None:
-        with pytest.raises(ValueError, match="model_index"):
-            updated_card("---\nmodel-index: [{name: x}]\n---\n", facts(), "model")
-
-    def test_comments_are_kept_once_and_only_comments(self) -> None:
+    def test_comments_are_kept_once(self) -> None:
         old = "---\n# a comment\nlicense: mit\nextra_gated_prompt: |\n  # Terms\n\n  Be good.\n---\n# Mine\n"
         text, _ = updated_card(old, facts(), "model")
         again, _ = updated_card(text, facts(), "model")
         assert again == text
         assert text.count("# a comment") == text.count("# Terms") == 1
 
-    def test_a_new_measurement_takes_the_place_of_the_old(self) -> None:
+    def test_new_result_replaces_the_old_one(self) -> None:
         text, _ = updated_card("", facts("v1", evaluation=EVALUATION), "model")
         newer = [row | {"value": 0.75, "harness": "0.5"} for row in EVALUATION[:1]]
         results = ModelCard(updated_card(text, facts("v1", evaluation=newer), "model")[0]).data.eval_results
@@ -411,7 +415,7 @@ class TestUpdate:
 
 
 class TestPin:
-    def test_code_and_server_load_the_commit(self) -> None:
+    def test_code_and_server_load_the_pinned_commit(self) -> None:
         text, _ = updated_card("", KINDS["converted"], "model", None, "me/model", COMMIT)
         assert pinned_revision(text) == COMMIT
         assert f"--revision {COMMIT} --code-revision {COMMIT}" in text
@@ -420,16 +424,16 @@ class TestPin:
         assert COMMIT not in again
         assert updated_card(again, KINDS["converted"], "model", None, "me/model", OTHER_COMMIT) == (again, [])
 
-    def test_a_card_without_one_stays(self) -> None:
+    def test_card_without_a_pin_stays(self) -> None:
         text, _ = updated_card("", facts(), "model")
         assert pinned_revision(text) is None
         assert pin_revision(text, COMMIT) == text
 
-    def test_the_revision_of_a_source_and_edited_sections_stay(self) -> None:
+    def test_pins_in_edited_sections_and_revisions_of_sources_stay(self) -> None:
         source = facts(conversion=record(name="org/llama", revision=COMMIT))
         text, _ = updated_card("", source, "model", None, "me/model", COMMIT)
-        mine = text.replace("vllm serve", "sudo vllm serve")
-        new = pin_revision(mine, OTHER_COMMIT)
+        edited_text = text.replace("vllm serve", "sudo vllm serve")
+        new = pin_revision(edited_text, OTHER_COMMIT)
         assert f"org/llama, revision {COMMIT} |" in new
         assert f"--revision {COMMIT}" in new
         assert f'revision="{OTHER_COMMIT}"' in new

@@ -1,4 +1,4 @@
-"""What `check`, `card`, `export` and `push` know before they import anything that takes time."""
+"""`check`, `card`, `export` and `push` check their arguments before they import anything that takes time."""
 
 import subprocess
 import sys

@@ -58,9 +58,10 @@ def train(model: PreTrainedModel, folder: Path) -> Trainer:
     return trainer
 
 
-def add_tensor(file: Path) -> None:
-    """Adds a tensor to a file of weights."""
-    save_file(load_file(file) | {"x": torch.zeros(2)}, file)
+def add_tensor(folder: Path, name: str, tensor: torch.Tensor) -> None:
+    """Adds a tensor to a folder's weights, or replaces one."""
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {name: tensor}, file, {"format": "pt"})
 
 
 def edit(folder: Path, **fields: Any) -> None:
@@ -117,15 +118,13 @@ ORIGINS = ("save_model", "checkpoint", "merged", "conversion")
 
 @pytest.mark.parametrize("origin", ORIGINS)
 class TestOrigins:
-    def test_what_was_saved_loads_without_the_package_even_before_it_is_exported(
-        self, origin: str, story: dict[str, Any]
-    ) -> None:
+    def test_saved_folder_loads_without_the_package(self, origin: str, story: dict[str, Any]) -> None:
         assert torch.equal(story["computed"][f"saved {origin}"], story["expected"][origin])
 
-    def test_the_exported_folder_computes_the_same_bits(self, origin: str, story: dict[str, Any]) -> None:
+    def test_exported_folder_computes_the_same_bits(self, origin: str, story: dict[str, Any]) -> None:
         assert torch.equal(story["computed"][f"exported {origin}"], story["expected"][origin])
 
-    def test_it_is_complete_and_faultless(self, origin: str, story: dict[str, Any]) -> None:
+    def test_exported_folder_is_complete_and_without_errors(self, origin: str, story: dict[str, Any]) -> None:
         folder = story["folders"][origin]
         files = {file.name for file in folder.iterdir()}
         record = {"conversion": {"conversion.json"}, "merged": set()}.get(origin, {"training.json"})
@@ -148,7 +147,7 @@ class TestOrigins:
         assert config["use_cache"] is True
         assert all(split_version_line((folder / name).read_text())[1] for name in hub_code())
 
-    def test_its_card_is_of_its_kind(self, origin: str, story: dict[str, Any]) -> None:
+    def test_card_describes_the_origin(self, origin: str, story: dict[str, Any]) -> None:
         card = ModelCard.load(story["folders"][origin] / "README.md")
         assert ("## Conversion" in card.text) == (origin == "conversion")
         assert ("## Training" in card.text) == (origin in ("save_model", "checkpoint"))
@@ -156,7 +155,7 @@ class TestOrigins:
         assert "messages" in card.text
 
 
-def test_an_adapter_alone_is_refused_with_what_to_do(story: dict[str, Any], tmp_path: Path) -> None:
+def test_adapter_alone_is_refused_with_advice(story: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="merge_and_unload"):
         export(story["work"] / "adapter", tmp_path / "dest")
 
@@ -168,7 +167,7 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "src"
 
 
-def test_every_part_survives_in_shards(tmp_path: Path) -> None:
+def test_every_file_survives_export_in_shards(tmp_path: Path) -> None:
     model = tiny_model("v2", torch.bfloat16, "sdpa", tie_word_embeddings=True, **EVERY_FEATURE)
     model.generation_config.max_new_tokens = 7
     model.save_pretrained(tmp_path / "src")
@@ -190,7 +189,7 @@ def test_every_part_survives_in_shards(tmp_path: Path) -> None:
     assert "under Apache-2.0 (LICENSE-CODE). The model's licence is llamas." in card
 
 
-def test_a_classifier_is_exported_as_one(tmp_path: Path) -> None:
+def test_classifier_is_exported_as_a_classifier(tmp_path: Path) -> None:
     DiffLlamaForSequenceClassification(tiny_model().config).save_pretrained(tmp_path / "src")
     folder = export(tmp_path / "src", tmp_path / "dest")
     assert not (folder / "generation_config.json").exists()
@@ -199,27 +198,29 @@ def test_a_classifier_is_exported_as_one(tmp_path: Path) -> None:
     assert ModelCard.load(folder / "README.md").data.pipeline_tag == "text-classification"
 
 
-def test_code_and_auto_map_of_another_repository_are_replaced(source: Path, tmp_path: Path) -> None:
-    config = json.loads((source / "config.json").read_text())
-    config["auto_map"] = {name: f"alice/model--{reference}" for name, reference in AUTO_MAP.items()}
-    (source / "config.json").write_text(json.dumps(config))
+def test_what_must_not_be_published_is_removed(source: Path, tmp_path: Path) -> None:
+    """Code of others, fields that run more code, and local paths, also those in a card of peft."""
+    more = {"_attn_implementation": "evil/kernel", "custom_pipelines": {"x": {"impl": "evil.P"}}}
+    edit(source, auto_map={name: f"alice/model--{reference}" for name, reference in AUTO_MAP.items()}, **more)
     (source / "modeling_diffllama.py").write_text("raise SystemExit('old code')\n")
-    assert [finding.severity for finding in check(export(source, tmp_path / "dest"))] == ["note"]
-
-
-def test_places_on_this_machine_are_forgotten(source: Path, tmp_path: Path) -> None:
     file = source / "tokenizer_config.json"
     settings = json.loads(file.read_text())
-    file.write_text(
-        json.dumps(settings | {"name_or_path": "/home/me/model", "special_tokens_map_file": "/home/me/x.json"})
+    paths = {"name_or_path": "/home/me/model", "special_tokens_map_file": "/home/me/x.json"}
+    file.write_text(json.dumps(settings | paths))
+    (source / "README.md").write_text(
+        "---\nbase_model: /tmp/me/model\ntags: [lora, 'base_model:adapter:/tmp/me/model']\n---\n# Mine\n"
     )
     folder = export(source, tmp_path / "dest")
-    exported = json.loads((folder / "tokenizer_config.json").read_text())
-    assert exported.items() <= settings.items()
+    assert [finding.severity for finding in check(folder)] == ["note"]
+    assert json.loads((folder / "config.json").read_text()).keys().isdisjoint(more)
+    assert json.loads((folder / "tokenizer_config.json").read_text()).items() <= settings.items()
     assert AutoTokenizer.from_pretrained(folder)("w7 w8").input_ids == tiny_tokenizer()("w7 w8").input_ids
+    data = ModelCard.load(folder / "README.md").data
+    assert data.base_model is None
+    assert data.tags == ["diffllama", "differential-attention", "diff-v1", "lora"]
 
 
-def test_weights_of_a_pickle_become_safetensors(source: Path, tmp_path: Path) -> None:
+def test_pickled_weights_become_safetensors(source: Path, tmp_path: Path) -> None:
     weights = load_file(source / "model.safetensors")
     (source / "model.safetensors").unlink()
     torch.save(weights, source / "pytorch_model.bin")
@@ -228,29 +229,12 @@ def test_weights_of_a_pickle_become_safetensors(source: Path, tmp_path: Path) ->
     assert all(torch.equal(tensor, weights[name]) for name, tensor in load_file(folder / "model.safetensors").items())
 
 
-def test_what_makes_transformers_run_more_is_left_out(source: Path, tmp_path: Path) -> None:
-    config = json.loads((source / "config.json").read_text())
-    more = {"_attn_implementation": "evil/kernel", "custom_pipelines": {"x": {"impl": "evil.P"}}}
-    (source / "config.json").write_text(json.dumps(config | more))
-    folder = export(source, tmp_path / "dest")
-    assert json.loads((folder / "config.json").read_text()).keys().isdisjoint(more)
-
-
-def test_paths_in_a_card_of_pefts_are_left_out(source: Path, tmp_path: Path) -> None:
-    (source / "README.md").write_text(
-        "---\nbase_model: /tmp/me/model\ntags: [lora, 'base_model:adapter:/tmp/me/model']\n---\n# Mine\n"
-    )
-    data = ModelCard.load(export(source, tmp_path / "dest") / "README.md").data
-    assert data.base_model is None
-    assert data.tags == ["diffllama", "differential-attention", "diff-v1", "lora"]
-
-
-def test_a_byte_order_mark_hides_nothing(source: Path, tmp_path: Path) -> None:
+def test_card_with_a_byte_order_mark_is_read(source: Path, tmp_path: Path) -> None:
     (source / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n", encoding="utf-8-sig")
     assert ModelCard.load(export(source, tmp_path / "dest") / "README.md").data.license == "mit"
 
 
-def test_a_conversion_that_was_trained_is_no_conversion_anymore(tmp_path: Path) -> None:
+def test_trained_conversion_is_not_called_a_conversion(tmp_path: Path) -> None:
     folder = convert(llama(tmp_path / "llama"), tmp_path / "ours", source="llama")
     assert "bit-equal" in (export(folder, tmp_path / "before") / "README.md").read_text()
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -262,22 +246,13 @@ def test_a_conversion_that_was_trained_is_no_conversion_anymore(tmp_path: Path) 
     assert "not trained further" not in text
 
 
-def test_a_conversion_that_was_cast_without_a_change_of_values_is_a_conversion_still(tmp_path: Path) -> None:
+def test_cast_conversion_with_equal_values_is_still_a_conversion(tmp_path: Path) -> None:
     folder = convert(llama(tmp_path / "llama"), tmp_path / "ours", source="llama", dtype="bfloat16")
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
     assert "Converted, not trained further" in (export(folder, tmp_path / "dest") / "README.md").read_text()
 
 
-def test_weights_that_are_no_numbers_are_not_exported(source: Path, tmp_path: Path) -> None:
-    weights = load_file(source / "model.safetensors")
-    weights["model.norm.weight"][3] = torch.nan
-    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"\n  model\.safetensors: model\.norm\.weight$"):
-        export(source, tmp_path / "dest")
-    assert not (tmp_path / "dest").exists()
-
-
-def test_what_was_written_into_a_folder_that_is_replaced_stays(source: Path, tmp_path: Path) -> None:
+def test_handwritten_text_of_a_replaced_folder_stays(source: Path, tmp_path: Path) -> None:
     folder = export(source, tmp_path / "dest", metadata={"license": "mit"})
     card = folder / "README.md"
     card.write_text(f"{card.read_text()}\nIt likes cats.\n")
@@ -306,10 +281,11 @@ class TestRefusals:
             (lambda src: (src / "README.md").write_bytes(b"\xff"), ValueError, r"README\.md is not text in UTF-8"),
             (lambda src: (src / "evaluation.json").write_text('{"results": [1]}'), ValueError, "No card can be"),
             (lambda src: (src / "conversion.json").write_text("[]"), ValueError, r"conversion\.json must be"),
+            (lambda src: add_tensor(src, "x", torch.zeros(2)), CheckpointError, r"extra: x \[2\]"),
             (
-                lambda src: add_tensor(src / "model.safetensors"),
+                lambda src: add_tensor(src, "model.norm.weight", torch.full([64], torch.nan)),
                 CheckpointError,
-                r"extra: x \[2\]",
+                r"\n  model\.safetensors: model\.norm\.weight$",
             ),
             (
                 lambda src: (src / "README.md").write_text("hf_abcdefghijklmnopqrstuvwxyz"),
@@ -320,21 +296,23 @@ class TestRefusals:
         ids=[
             *("nothing", "no config", "no weights", "cut off", "state", "tokenizer", "adapter", "link"),
             *("other weights", "aliases", "bytes"),
-            *("rows", "list", "extra weight", "secret"),
+            *("rows", "list", "extra weight", "NaN", "secret"),
         ],
     )  # fmt: skip
-    def test_nothing_appears(self, spoil: Any, error: Any, message: str, source: Path, tmp_path: Path) -> None:
+    def test_invalid_source_is_refused_and_nothing_appears(
+        self, spoil: Any, error: Any, message: str, source: Path, tmp_path: Path
+    ) -> None:
         spoil(source)
         before = snapshot(tmp_path)
         with pytest.raises(error, match=message):
             export(source, tmp_path / "dest")
         assert snapshot(tmp_path) == before
 
-    def test_another_model_is_refused(self, tmp_path: Path) -> None:
+    def test_model_of_another_type_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="must be one of 'diff_llama', got 'llama'"):
             export(llama(tmp_path / "src"), tmp_path / "dest")
 
-    def test_what_is_there_is_replaced_only_when_asked_and_only_a_model(self, source: Path, tmp_path: Path) -> None:
+    def test_only_a_model_folder_is_overwritten(self, source: Path, tmp_path: Path) -> None:
         (tmp_path / "dest").mkdir()
         (tmp_path / "dest" / "mine.txt").touch()
         for overwrite in (False, True):
@@ -345,7 +323,7 @@ class TestRefusals:
 
 
 class TestWriteCard:
-    def test_it_adds_results_and_keeps_what_people_wrote(self, source: Path, tmp_path: Path) -> None:
+    def test_results_are_added_and_handwritten_text_stays(self, source: Path, tmp_path: Path) -> None:
         folder = export(source, tmp_path / "dest", metadata={"license": "mit"})
         card = folder / "README.md"
         card.write_text(card.read_text().replace("<!-- diffllama:usage", "It likes cats.\n\n<!-- diffllama:usage"))
@@ -360,7 +338,7 @@ class TestWriteCard:
         assert card.read_text() == text
         assert error_lines(check(folder)) == []
 
-    def test_a_failure_changes_nothing(self, source: Path, tmp_path: Path) -> None:
+    def test_failure_changes_nothing(self, source: Path, tmp_path: Path) -> None:
         (tmp_path / "results_1.json").write_text("{}")
         before = snapshot(source)
         with pytest.raises(ValueError, match=r"results_1\.json"):
@@ -371,12 +349,12 @@ class TestWriteCard:
             write_card(source)
         assert snapshot(source) == before
 
-    def test_it_needs_a_model(self, tmp_path: Path) -> None:
+    def test_folder_without_a_model_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match=r"config\.json"):
             write_card(tmp_path)
 
 
-def test_what_is_found_can_be_allowed(source: Path, tmp_path: Path) -> None:
+def test_error_can_be_allowed(source: Path, tmp_path: Path) -> None:
     (source / "README.md").write_text("# Logs are in /home/me/logs\n")
     with pytest.raises(FolderError, match=r"README\.md:path: contains a local path"):
         export(source, tmp_path / "dest")
@@ -396,7 +374,7 @@ facts["imported"] = sorted({"peft", "bitsandbytes"} & set(sys.modules))
 """
 
 
-def test_check_card_and_push_import_neither_peft_nor_bitsandbytes(source: Path, tmp_path: Path) -> None:
+def test_check_card_and_push_do_not_import_peft_or_bitsandbytes(source: Path, tmp_path: Path) -> None:
     shutil.copytree(source, tmp_path / "folder")
     torch.save(TrainingArguments("x", use_cpu=True, report_to=[]), tmp_path / "folder" / "training_args.bin")
     assert subprocess_runner.run(IMPORTED, environment=os.environ, cwd=tmp_path)[0] == {"imported": []}

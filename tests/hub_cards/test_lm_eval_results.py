@@ -33,7 +33,7 @@ FACTS = {
 NUMBERS = {"acc,none": 0.25, "acc_stderr,none": 0.04, "acc_norm,none": 0.5, "acc_norm_stderr,none": "N/A"}
 
 
-def test_a_file_becomes_a_row_for_each_metric(tmp_path: Path) -> None:
+def test_each_metric_is_a_row(tmp_path: Path) -> None:
     file = result_file(tmp_path / "results_1.json", **NUMBERS)
     assert evaluation_rows([file]) == [
         {"task": "arc_easy", "metric": "acc", "value": 0.25, "stderr": 0.04} | FACTS,
@@ -41,13 +41,13 @@ def test_a_file_becomes_a_row_for_each_metric(tmp_path: Path) -> None:
     ]
 
 
-def test_metrics_of_a_filter_are_told_apart(tmp_path: Path) -> None:
+def test_metrics_have_the_names_of_their_filters(tmp_path: Path) -> None:
     file = result_file(tmp_path / "r.json", **{"exact_match,strict-match": 0.1, "exact_match,flexible-extract": 0.2})
     metrics = {row["metric"]: row["value"] for row in evaluation_rows([file])}
     assert metrics == {"exact_match (strict-match)": 0.1, "exact_match (flexible-extract)": 0.2}
 
 
-def test_of_the_same_measurement_the_last_counts(tmp_path: Path) -> None:
+def test_newer_results_replace_older_ones(tmp_path: Path) -> None:
     result_file(tmp_path / "model" / "results_2026-01-02.json", **{"acc,none": 0.3})
     result_file(tmp_path / "model" / "results_2026-01-01.json", **{"acc,none": 0.2})
     before = [{"task": "arc_easy", "metric": "acc", "value": 0.1, "shots": 0}, {"task": "piqa", "metric": "acc"}]
@@ -55,7 +55,7 @@ def test_of_the_same_measurement_the_last_counts(tmp_path: Path) -> None:
     assert [(row["task"], row.get("value")) for row in rows] == [("arc_easy", 0.3), ("piqa", None)]
 
 
-def test_paths_of_a_machine_are_not_facts(tmp_path: Path) -> None:
+def test_local_paths_are_left_out(tmp_path: Path) -> None:
     file = result_file(tmp_path / "r.json", **NUMBERS)
     file.write_text(file.read_text().replace("allenai/ai2_arc", "/home/me/arc"))
     assert all("dataset" not in row for row in evaluation_rows([file]))
@@ -75,20 +75,20 @@ NO_BENCHMARKS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", NO_BENCHMARKS)
-def test_what_is_not_the_whole_benchmark_is_refused(kind: str, tmp_path: Path) -> None:
+def test_part_of_a_benchmark_is_refused(kind: str, tmp_path: Path) -> None:
     changes, message = NO_BENCHMARKS[kind]
     file = result_file(tmp_path / "results_1.json", changes, **NUMBERS)
     with pytest.raises(ValueError, match=rf"results_1\.json: {message}" if "evaluated" in message else message):
         evaluation_rows([file])
 
 
-def test_results_on_real_data_count(tmp_path: Path) -> None:
+def test_results_on_real_data_are_accepted(tmp_path: Path) -> None:
     real = {"arc_easy": {"metadata": {"data_source": {"built_in": False}}}}
     assert evaluation_rows([result_file(tmp_path / "r.json", {"configs": real}, **NUMBERS)])
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"results": {"x": 1}}', "[]"])
-def test_another_file_is_named(content: str, tmp_path: Path) -> None:
+def test_other_file_is_named(content: str, tmp_path: Path) -> None:
     (tmp_path / "results_1.json").write_text(content)
     with pytest.raises(ValueError, match=r"results_1.json"):
         evaluation_rows([tmp_path])

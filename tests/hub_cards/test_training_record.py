@@ -44,7 +44,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_trainers_checkpoint_tells_arguments_counts_and_losses(trained: Path) -> None:
+def test_checkpoint_has_arguments_state_and_losses(trained: Path) -> None:
     record = training_record(trained / "checkpoint-3")
     assert record is not None
     arguments = {
@@ -67,7 +67,7 @@ def test_a_trainers_checkpoint_tells_arguments_counts_and_losses(trained: Path) 
     assert rows["learning rate"] == "0.0003, cosine, warm-up 1"
 
 
-def test_enumerations_are_read_as_every_python_pickles_them(tmp_path: Path) -> None:
+def test_enumerations_are_read_from_pickles_of_every_python(tmp_path: Path) -> None:
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     for pickled in (
         (SchedulerType, "reduce_lr_on_plateau"),
@@ -80,19 +80,19 @@ def test_enumerations_are_read_as_every_python_pickles_them(tmp_path: Path) -> N
         assert record["arguments"]["lr_scheduler_type"] == "reduce_lr_on_plateau"
 
 
-def test_every_member_of_an_enumeration_has_its_value() -> None:
+def test_enum_values_are_those_of_transformers() -> None:
     for kind in (SchedulerType, OptimizerNames):
         for name, member in kind.__members__.items():
             assert UnpickledStub(UnpickledStub, name) == member.value
 
 
-def test_what_save_model_leaves_tells_arguments_alone(trained: Path) -> None:
+def test_folder_of_save_model_has_only_arguments(trained: Path) -> None:
     record = training_record(trained)
     assert record is not None
     assert set(record) == {"arguments", "processes"}
 
 
-def test_the_best_steps_weights_are_said_to_be_that(trained: Path, tmp_path: Path) -> None:
+def test_weights_of_the_best_step_are_named(trained: Path, tmp_path: Path) -> None:
     output = shutil.copytree(trained / "checkpoint-3", tmp_path / "output")
     state = json.loads((output / "trainer_state.json").read_text())
     log = [{"step": 1, "eval_loss": 2.0}, {"step": 3, "eval_loss": 3.0}]
@@ -109,7 +109,7 @@ def test_the_best_steps_weights_are_said_to_be_that(trained: Path, tmp_path: Pat
     assert training_rows(record)["steps"] == "3; the weights are those of step 1"
 
 
-def test_what_the_trainer_left_goes_before_what_was_kept(trained: Path, tmp_path: Path) -> None:
+def test_files_of_the_trainer_replace_an_older_record(trained: Path, tmp_path: Path) -> None:
     output = shutil.copytree(trained / "checkpoint-3", tmp_path / "output")
     (output / "training.json").write_text('{"state": {"global_step": 1}}')
     record = training_record(output)
@@ -117,16 +117,16 @@ def test_what_the_trainer_left_goes_before_what_was_kept(trained: Path, tmp_path
     assert record["state"]["global_step"] == 3
 
 
-def test_betas_are_those_of_adam() -> None:
+def test_betas_are_only_listed_for_adam() -> None:
     arguments = {"optim": "sgd", "adam_beta1": 0.9, "adam_beta2": 0.999}
     assert training_rows({"arguments": arguments}) == {"optimizer": "sgd"}
 
 
-def test_a_folder_without_a_training_tells_none(tmp_path: Path) -> None:
+def test_folder_without_a_training_has_no_record(tmp_path: Path) -> None:
     assert training_record(tmp_path) is None
 
 
-def test_a_record_that_was_kept_counts(tmp_path: Path) -> None:
+def test_older_record_is_read(tmp_path: Path) -> None:
     (tmp_path / "training.json").write_text('{"state": {"global_step": 1}}')
     assert training_record(tmp_path) == {"state": {"global_step": 1}}
     assert training_rows({"state": {"global_step": 1}}) == {"steps": "1"}
@@ -134,7 +134,7 @@ def test_a_record_that_was_kept_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["os.mkdir", "touch", "torch.hub"])
-def test_a_hostile_pickle_runs_nothing(call: str, tmp_path: Path) -> None:
+def test_hostile_pickle_runs_nothing(call: str, tmp_path: Path) -> None:
     target = str(tmp_path / "run")
     hostile = {
         "os.mkdir": Hostile(os.mkdir, target),
@@ -148,14 +148,14 @@ def test_a_hostile_pickle_runs_nothing(call: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4 cut off", b"\x80\x02."], ids=["empty", "cut off", "old pickle"])
-def test_a_damaged_file_is_named(content: bytes, tmp_path: Path) -> None:
+def test_damaged_arguments_are_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "training_args.bin").write_bytes(content)
     with pytest.raises(ValueError, match=r"training_args.bin cannot be read safely"):
         training_record(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["{", "[1]"])
-def test_a_damaged_state_is_named(content: str, tmp_path: Path) -> None:
+def test_damaged_state_is_named(content: str, tmp_path: Path) -> None:
     (tmp_path / "trainer_state.json").write_text(content)
     with pytest.raises(ValueError, match=r"trainer_state.json"):
         training_record(tmp_path)
