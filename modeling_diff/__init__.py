@@ -1,11 +1,3 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The model. The other files of this folder are, as they are, what a Hub repository receives.
-
-Importing it makes transformers' Auto classes know the model.
-"""
-
-from diffllama._registration import register_config
-
-
-register_config()
+"""The model. The other files of this folder are, as they are, what a Hub repository receives."""

@@ -9,7 +9,7 @@ itself: registration happens when transformers' Auto classes are imported, or no
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from diffllama._registration import register_when_needed
+from diffllama._registration import register_when_imported
 from diffllama.checkpoints.errors import DiffLlamaError
 
 
@@ -52,7 +52,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-register_when_needed()
+register_when_imported()
 
 __all__ = [
     "DiffLlamaConfig",

@@ -1,58 +1,48 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Registration with transformers' Auto classes, and with peft, no earlier than anyone needs it.
+"""Registration with transformers' Auto classes, and with peft, once they are imported.
 
 transformers takes seconds to import and the model's code more, while `import diffllama` should cost nothing. So the
-configuration is registered as soon as transformers' `AutoConfig` or our own model package is imported, and the models
-when the first configuration is made: no Auto class can look a model up before that. (Not when `AutoModel` is imported:
-modules that the model needs import `AutoModel` half-way through themselves.) peft is told when it is imported.
+configuration is registered when transformers' `AutoConfig` is imported, and the models when the first configuration is
+made: no Auto class can look a model up before that. (Not when `AutoModel` is imported: modules that the model needs
+import `AutoModel` half-way through themselves.)
 """
 
 import functools
-import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-
-class AfterImport(MetaPathFinder):
-    """Calls a function each time a module of `REGISTER` is executed. Asking for a module's spec changes nothing."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """The module's ordinary spec, whose loader calls the function when it has executed the module."""
-        register = REGISTER.get(fullname)
-        spec = PathFinder.find_spec(fullname, path, target) if register else None
-        if register is None or spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_and_register(module: ModuleType) -> None:
-            execute(module)
-            register()
-
-        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]  # of this spec's loader alone
-        return spec
+import wrapt
 
 
-def register_config() -> None:
-    """Registers `DiffLlamaConfig` with `AutoConfig`, and the models when one is made. Called by `modeling_diff`."""
-    from transformers.models.auto.configuration_auto import AutoConfig
+def register_when_imported() -> None:
+    """Registers with what is imported already, and with the rest right after it is imported."""
+    wrapt.register_post_import_hook(register_config, "transformers.models.auto.configuration_auto")
+    wrapt.register_post_import_hook(register_models_with_first, "diffllama.modeling_diff.configuration_diffllama")
+    wrapt.register_post_import_hook(register_target_modules, "peft.utils.constants")
 
+
+def register_config(configuration_auto: ModuleType) -> None:
+    """Makes `AutoConfig` know `DiffLlamaConfig`."""
     from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
-    AutoConfig.register(DiffLlamaConfig.model_type, DiffLlamaConfig, exist_ok=True)
+    configuration_auto.AutoConfig.register(DiffLlamaConfig.model_type, DiffLlamaConfig, exist_ok=True)
     DiffLlamaConfig.register_for_auto_class()  # save_pretrained then writes the code beside config.json
+
+
+def register_models_with_first(configuration_diffllama: ModuleType) -> None:
+    """Has the first `DiffLlamaConfig` register the models.
+
+    It imports nothing: a thread that imports the configuration and one that imports `AutoConfig` would wait for each
+    other.
+    """
 
     def register_models_and_make(cls: type, *args: Any, **kwargs: Any) -> Any:
         register_models()
         return object.__new__(cls)
 
     # Not `__init__`, which is not called when a configuration is unpickled
-    setattr(DiffLlamaConfig, "__new__", register_models_and_make)  # noqa: B010 - mypy refuses the plain assignment
+    configuration_diffllama.DiffLlamaConfig.__new__ = register_models_and_make
 
 
 @functools.cache
@@ -70,26 +60,10 @@ def register_models() -> None:
             model_class.register_for_auto_class(auto_class)
 
 
-def register_target_modules() -> None:
+def register_target_modules(constants: ModuleType) -> None:
     """Gives every method of peft the layers of a Llama as those that it adapts by default; ours have the same names."""
-    from peft.utils import constants
-
     from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
     for name, mapping in vars(constants).items():
         if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(mapping, dict) and "llama" in mapping:
             mapping.setdefault(DiffLlamaConfig.model_type, mapping["llama"])
-
-
-REGISTER: dict[str, Callable[[], None]] = {
-    "transformers.models.auto.configuration_auto": register_config,
-    "peft.utils.constants": register_target_modules,
-}
-"""Module -> what to call when it has been executed."""
-
-
-def register_when_needed() -> None:
-    """Registers with transformers and with peft: now with what is imported already, else right after it is."""
-    sys.meta_path.insert(0, AfterImport())
-    for name in REGISTER.keys() & sys.modules.keys():
-        REGISTER[name]()

@@ -114,7 +114,8 @@ def import_and_make(module):
         AutoModelForCausalLM.from_config(AutoConfig.for_model("diff_llama", **TINY))
     except BaseException as error:
         failures.append(f"{module}: {error!r}")
-modules = ("diffllama.modeling_diff", "diffllama.modeling_diff.modeling_diffllama", "transformers.models.auto",
+modules = ("diffllama.modeling_diff.configuration_diffllama", "diffllama.modeling_diff.modeling_diffllama",
+           "transformers.models.auto",
            "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
 threads = [threading.Thread(target=import_and_make, args=[module]) for module in modules]
 for thread in threads: thread.start()
