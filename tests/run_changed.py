@@ -1,0 +1,52 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the quick tests of what changed since a branch, also of what is not committed.
+
+Usage: python tests/run_changed.py [BRANCH] [PYTEST OPTIONS ...]
+
+A file's tests are in the file that mirrors it: conversion/shards.py in tests/conversion/test_shards.py, README.md in
+tests/test_readme.py; a helper's in the files that import it.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+
+ROOT = Path(__file__).parents[1]
+TESTS = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py")}
+"""Test file -> its text."""
+
+
+def changed_files(branch: str) -> list[Path]:
+    """Files that differ from those where a branch was left, or that git does not know yet."""
+
+    def git(*words: str) -> list[str]:
+        return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+
+    (base,) = git("merge-base", branch, "HEAD")
+    return [Path(name) for name in git("diff", "--name-only", base) + git("ls-files", "-o", "--exclude-standard")]
+
+
+def tests_of(changed: Iterable[Path]) -> set[Path]:
+    """The test files of changed files: themselves, those that mirror them, and those that import a helper."""
+    tests: set[Path] = set()
+    for path in changed:
+        if path.parts[:2] == ("tests", "support"):
+            tests |= {test for test, text in TESTS.items() if path.stem in text}
+        else:
+            folder = Path("package") if path.is_relative_to("src/diffllama") else path.parent
+            name = folder.name if path.stem == "__init__" else path.stem.strip("_").lower()
+            mirror = "tests" / folder / f"test_{name}.py"
+            tests |= {path, mirror} & TESTS.keys()
+    return tests
+
+
+if __name__ == "__main__":
+    branch, *options = sys.argv[1:] or ["main"]
+    if tests := sorted(map(str, tests_of(changed_files(branch)))):
+        command = [sys.executable, "-m", "pytest", "-m", "not slow", *options, *tests]
+        print(" ".join(command[1:]), flush=True)
+        sys.exit(subprocess.run(command, cwd=ROOT, check=False).returncode)
+    print(f"No test file belongs to what changed since {branch}.")
