@@ -117,7 +117,7 @@ check-wheel: wheel ## Install the wheel into an environment that has torch alone
 	cd dist && ../.venv-wheel/bin/diffllama --version && ../.venv-wheel/bin/python ../examples/check_install.py
 	rm -rf .venv-wheel
 
-bench: $(VENV)/.dev ## Time attention, whole models and their training beside their peers, and a conversion of 8 GB beside a copy.
+bench: $(VENV)/.dev ## Time attention, whole models and their training beside others, and a conversion of 8 GB beside a copy.
 	$(RUN) -m benchmarks run
 	$(RUN) -m benchmarks.conversion
 

@@ -1,3 +1,3 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks: programs that compare ours with its peers in one run and print ratios."""
+"""Benchmarks: programs that compare our models with others in one run and print ratios."""

@@ -14,8 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from benchmarks.correctness import CHECKED_LENGTH, SAMPLES, Tensors, compare
+from benchmarks.implementations import Architecture, Setting, configuration, llama
 from benchmarks.measure import Step
-from benchmarks.peers import Architecture, Setting, configuration, llama
 from diffllama.modeling_diff.differential_attention import combine_maps, join_keys, pad_queries
 from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention, eager_attention_forward
 
@@ -128,7 +128,7 @@ def in_dtype(attention: Attention, dtype: torch.dtype) -> dict[str, torch.Tensor
 
 @torch.no_grad()
 def check_outputs(attention: Attention) -> None:
-    """Raises `Wrong` unless outputs are plain PyTorch's, at some queries of the whole length."""
+    """Raises `CorrectnessError` unless outputs are plain PyTorch's, at some queries of the whole length."""
     count, setting = attention.query.shape[1], attention.setting
     rows = torch.linspace(0, count - 1, min(count, CHECKED_QUERIES), device=setting.device).long()
 
@@ -140,7 +140,7 @@ def check_outputs(attention: Attention) -> None:
 
 
 def check_gradients(attention: Attention) -> None:
-    """Raises `Wrong` unless gradients of all inputs are plain PyTorch's."""
+    """Raises `CorrectnessError` unless gradients of all inputs are plain PyTorch's."""
     setting = attention.setting
 
     low_precision = setting.dtype != "float32"

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from benchmarks import attention, models
+from benchmarks.implementations import ARCHITECTURES, Architecture, Implementation, Setting
 from benchmarks.measure import Step
-from benchmarks.peers import ARCHITECTURES, Architecture, Peer, Setting
 
 
 Sizes = tuple[int, Sequence[int]]
@@ -44,9 +44,9 @@ class Case:
     without: tuple[str, ...] = ()
     floor: str | None = None
 
-    def applies(self, peer: Peer) -> bool:
-        """Whether a peer can do it."""
-        return peer.architecture in self.architectures and peer.implementation not in self.without
+    def applies(self, implementation: Implementation) -> bool:
+        """Whether an implementation can do it."""
+        return implementation.architecture in self.architectures and implementation.attention not in self.without
 
 
 def processed(setting: Setting) -> int:

@@ -16,8 +16,9 @@ from rich.table import Table
 from transformers.utils import logging
 
 from benchmarks.cases import CASES, DEFAULT, Sizes, choose
+from benchmarks.implementations import ARCHITECTURES, OURS, SHAPE_NAMES, Setting, implementations
+from benchmarks.machine import busy_cores as keep_busy
 from benchmarks.machine import machine
-from benchmarks.peers import ARCHITECTURES, OURS, SHAPE_NAMES, Setting, peers
 from benchmarks.results import entry, measure, shown
 from diffllama.checkpoints.files import replace_file
 
@@ -26,7 +27,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
-    help="Time differential attention beside its peers, in one run.",
+    help="Time differential attention beside other implementations, in one run.",
 )
 
 
@@ -49,7 +50,7 @@ def run(
     names: Annotated[
         list[str] | None, typer.Argument(help="Cases or groups; by default what goals are for, and attention.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each peer is timed.")] = 7,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each implementation is timed.")] = 7,
     threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU; torch's own number by default.")] = None,
     device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="A GPU if there is one.")] = None,
     dtype: Annotated[
@@ -64,12 +65,13 @@ def run(
         int | None, typer.Option(min=1, help="Queries of the Llama for each key; the shape's own by default.")
     ] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that are generated from each prompt.")] = 64,
-    peer: Annotated[
+    architecture: Annotated[
         list[str] | None, typer.Option(help=f"Of {', '.join(ARCHITECTURES)}, only these and llama. May be repeated.")
     ] = None,
     attention: Annotated[
         list[str] | None, typer.Option(help=f"Attention functions of ours; {', '.join(OURS)} as far as there.")
     ] = None,
+    busy_cores: Annotated[int, typer.Option(min=0, help="Cores that other processes keep busy meanwhile.")] = 0,
     output: Annotated[Path | None, typer.Option("--json", help="Write the results here too, after every case.")] = None,
 ) -> None:
     """Check and time cases; print and write ratios to the matched Llama.
@@ -91,17 +93,18 @@ def run(
         for b in batch or [sizes[0]]
         for n in length or sizes[1]
     ]
-    compared = [peers(setting, peer or ARCHITECTURES, attention) for _, setting in settings]
+    compared = [implementations(setting, architecture or ARCHITECTURES, attention) for _, setting in settings]
     if threads:
         torch.set_num_threads(threads)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)  # newer transformers renamed them
-    console, where, results = Console(width=150), machine(device), []
+    console, where, results = Console(width=150), machine(device, busy_cores), []
     console.print(where)
-    for (case, setting), those in zip(settings, compared, strict=True):
+    for (case, setting), rivals in zip(settings, compared, strict=True):
         Console(stderr=True).print(f"{case.name} ({setting})", style="dim", markup=False)
-        result = measure(case, setting, those, rounds)
+        with keep_busy(busy_cores):
+            result = measure(case, setting, rivals, rounds)
         console.print(shown(result))
         results.append(entry(result))
         if output:

@@ -24,8 +24,8 @@ SAMPLES = 12
 luck."""
 
 
-class Wrong(Exception):
-    """What should be timed does not compute what it must."""
+class CorrectnessError(Exception):
+    """What should be timed computes something else."""
 
 
 def errors(values: Tensors, truth: Tensors) -> dict[str, float]:
@@ -52,15 +52,17 @@ def compare(kind: str, values: Tensors, truth: Tensors, plain: Tensors | None = 
         plain: the same in the precision of `values`, if that is not float32.
 
     Raises:
-        Wrong: a tensor is missing, or its error larger than it may be. In lower precision no error needs to be less
-            than the rounding of the values themselves.
+        CorrectnessError: a tensor is missing, or its error is too large. In lower precision the rounding of the values
+            themselves is always allowed.
     """
     for name in truth:
         if name not in values:
-            raise Wrong(f"{name} has no {kind}")
+            raise CorrectnessError(f"{name} has no {kind}")
     rounding = 0.0 if plain is None else torch.finfo(next(iter(plain.values())).dtype).eps
     inevitable = {} if plain is None else errors(plain, truth)
     for name, error in errors(values, truth).items():
         allowed = TOLERANCE[kind] if plain is None else FACTOR[kind] * max(inevitable[name], rounding)
         if not error <= allowed:
-            raise Wrong(f"{kind} {name} differs from plain PyTorch's by {error:.1e}, more than {allowed:.1e}")
+            raise CorrectnessError(
+                f"{kind} {name} differs from plain PyTorch's by {error:.1e}, more than {allowed:.1e}"
+            )

@@ -10,7 +10,7 @@ width d share values of width 2d, or two heads of V2, each with two maps and val
 TRANSFORMER = (2, 2)
 """Units of QKᵀ, and of the products of maps and V."""
 
-WAYS = {
+FLOPS = {
     "v1 padded call": (4, 4),
     "v1 fused": (2, 4),
     "v1 blocked": (2, 2),
@@ -36,16 +36,16 @@ def units(way: str, step: str) -> int:
     """Units of a step: "prefill" (a forward), "train" (forward and backward) or "decode" (units of n·d: one query).
 
     Args:
-        way: of `WAYS`, or "transformer".
+        way: of `FLOPS`, or "transformer".
         step: which step.
     """
-    scores, values = WAYS.get(way, TRANSFORMER)
+    scores, values = FLOPS.get(way, TRANSFORMER)
     if step == "decode" and way.endswith("fused"):
         return units(way.replace("fused", "blocked"), step)  # a query's maps are whole
-    once = WAYS[way.replace("fused", "blocked")][1] if way.endswith("fused") else values
+    once = FLOPS[way.replace("fused", "blocked")][1] if way.endswith("fused") else values
     return scores + values + (backward(scores, once) if step == "train" else 0)
 
 
 def floors(step: str) -> dict[str, float]:
     """Each way's units in those of the Transformer."""
-    return {way: units(way, step) / units("transformer", step) for way in WAYS}
+    return {way: units(way, step) / units("transformer", step) for way in FLOPS}

@@ -5,7 +5,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from benchmarks.peers import REFERENCE, Peer, Setting
+from benchmarks.implementations import REFERENCE, Implementation, Setting
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Goal:
 
     Args:
         case: name.
-        setting: where it is wanted.
+        setting: where it holds.
         at_most: the ratio.
         threads: of the CPU; `None` on a GPU.
     """
@@ -52,41 +52,44 @@ GOALS = (
 )
 
 
-def goal(case: str, setting: Setting, threads: int) -> float | None:
-    """The largest ratio that is wanted here, if there is a goal."""
-    for one in GOALS:
-        if (one.case, one.setting) == (case, setting) and one.threads in (None, threads):
-            return one.at_most
+def largest_ratio(case: str, setting: Setting, threads: int) -> float | None:
+    """The largest ratio that is allowed here, if there is a goal."""
+    for goal in GOALS:
+        if (goal.case, goal.setting) == (case, setting) and goal.threads in (None, threads):
+            return goal.at_most
     return None
 
 
 @dataclass(frozen=True)
-class Mark:
-    """How a result of ours compares with what is wanted.
+class GoalStatus:
+    """How a result of ours compares with its targets.
 
     Args:
         ratio: its time to the Llama's.
         at_most: the goal, if there is one.
-        theirs: the ratio of transformers' `diffllama`, if it was timed: ours are to be faster in every case.
+        below: the ratio of transformers' `diffllama`, if it was timed: ours must be faster in every case.
     """
 
     ratio: float
     at_most: float | None
-    theirs: float | None
+    below: float | None
 
     @property
     def met(self) -> bool | None:
-        """Whether all that is wanted is there; `None` if nothing is."""
-        wanted = [self.at_most is None or self.ratio <= self.at_most, self.theirs is None or self.ratio < self.theirs]
-        return None if self.at_most is None and self.theirs is None else all(wanted)
+        """Whether every target is met; `None` if there is none."""
+        targets = [self.at_most is None or self.ratio <= self.at_most, self.below is None or self.ratio < self.below]
+        return None if self.at_most is None and self.below is None else all(targets)
 
     def __str__(self) -> str:
         limits = [f"≤ {self.at_most:.2f}"] if self.at_most is not None else []
-        limits += [f"< {self.theirs:.2f}"] if self.theirs is not None else []
+        limits += [f"< {self.below:.2f}"] if self.below is not None else []
         return "" if self.met is None else f"{' and '.join(limits)}: {'met' if self.met else 'MISSED'}"
 
 
-def marks(case: str, setting: Setting, threads: int, ratios: Mapping[Peer, float]) -> dict[Peer, Mark]:
-    """Of all results of ours."""
-    at_most, theirs = goal(case, setting, threads), ratios.get(Peer("transformers", REFERENCE.implementation))
-    return {peer: Mark(ratio, at_most, theirs) for peer, ratio in ratios.items() if peer.ours}
+def goal_statuses(
+    case: str, setting: Setting, threads: int, ratios: Mapping[Implementation, float]
+) -> dict[Implementation, GoalStatus]:
+    """Those of all our implementations."""
+    at_most = largest_ratio(case, setting, threads)
+    below = ratios.get(Implementation("transformers", REFERENCE.attention))
+    return {ours: GoalStatus(ratio, at_most, below) for ours, ratio in ratios.items() if ours.ours}

@@ -5,6 +5,10 @@
 import os
 import platform
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -22,11 +26,27 @@ def processor() -> str:
     return found[1] if found else platform.processor() or platform.machine()
 
 
-def machine(device: str) -> dict[str, object]:
-    """The machine, its load, and versions."""
+BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(10**6))"  # no longer than its parent lives
+
+
+@contextmanager
+def busy_cores(count: int) -> Iterator[None]:
+    """So many processes that compute without end, while the context lasts."""
+    processes = [subprocess.Popen([sys.executable, "-S", "-c", BUSY, str(os.getpid())]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def machine(device: str, busy: int = 0) -> dict[str, object]:
+    """The machine, its load, the cores that are kept busy, and versions."""
     return {
         "machine": torch.cuda.get_device_name() if device == "cuda" else processor(),
         "cores": os.cpu_count(),
+        "busy_cores": busy,
         "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),

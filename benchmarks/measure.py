@@ -28,7 +28,7 @@ class Step:
 
     Args:
         run: what is timed.
-        check: raises `Wrong` unless what is timed computes what it must.
+        check: raises `CorrectnessError` unless what is timed computes what it must.
         before: prepares each call of `run`; not timed.
         kept: bytes that exist before and after each step, by name.
     """

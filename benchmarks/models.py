@@ -14,9 +14,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from benchmarks.correctness import CHECKED_LENGTH, SAMPLES, Wrong, compare
+from benchmarks.correctness import CHECKED_LENGTH, SAMPLES, CorrectnessError, compare
+from benchmarks.implementations import Architecture, Setting, build
 from benchmarks.measure import Step
-from benchmarks.peers import Architecture, Setting, build
 
 
 CHECKED_CACHE = 8192
@@ -27,7 +27,7 @@ LEARNING_RATE = {"float32": 1e-4, "bfloat16": 1e-2}
 
 
 @dataclass
-class Subject:
+class LoadedModel:
     """A model that all attention functions compute in turn, and what steps need besides."""
 
     architecture: Architecture
@@ -69,27 +69,27 @@ class Subject:
         return Step(run, checked, before, **more)
 
 
-def plain_model(architecture: Architecture, setting: Setting) -> Subject:
+def plain_model(architecture: Architecture, setting: Setting) -> LoadedModel:
     """With random weights."""
-    return Subject(architecture, setting, build(architecture, setting))
+    return LoadedModel(architecture, setting, build(architecture, setting))
 
 
 @torch.no_grad()
-def model_with_cache(architecture: Architecture, setting: Setting) -> Subject:
+def model_with_cache(architecture: Architecture, setting: Setting) -> LoadedModel:
     """With a dynamic cache of the setting's length: of keys and values of `CHECKED_CACHE` tokens, again and again."""
-    subject = plain_model(architecture, setting)
+    loaded = plain_model(architecture, setting)
     read = min(setting.length, CHECKED_CACHE)
-    filled = subject.model(subject.tokens(read), use_cache=True, logits_to_keep=1).past_key_values
-    subject.cache, times = DynamicCache(), -(-setting.length // read)
+    filled = loaded.model(loaded.tokens(read), use_cache=True, logits_to_keep=1).past_key_values
+    loaded.cache, times = DynamicCache(), -(-setting.length // read)
     for i, layer in enumerate(filled.layers):
         keys, values = (tensor.repeat(1, 1, times, 1)[:, :, : setting.length] for tensor in (layer.keys, layer.values))
-        subject.cache.update(keys, values, i)
-    return subject
+        loaded.cache.update(keys, values, i)
+    return loaded
 
 
 def trained_model(
     architecture: Architecture, setting: Setting, checkpointing: bool = False, autocast: bool = False
-) -> Subject:
+) -> LoadedModel:
     """With AdamW, fused, as the Trainer's.
 
     Args:
@@ -98,43 +98,43 @@ def trained_model(
         checkpointing: activations are computed again in the backward.
         autocast: kernels compute in bfloat16, weights stay what they are.
     """
-    subject = plain_model(architecture, setting)
-    subject.model.train()
+    loaded = plain_model(architecture, setting)
+    loaded.model.train()
     if checkpointing:
-        subject.model.gradient_checkpointing_enable({"use_reentrant": False})
-    subject.optimizer = AdamW(subject.model.parameters(), lr=LEARNING_RATE[setting.dtype], fused=True)
-    subject.autocast = autocast
-    return subject
+        loaded.model.gradient_checkpointing_enable({"use_reentrant": False})
+    loaded.optimizer = AdamW(loaded.model.parameters(), lr=LEARNING_RATE[setting.dtype], fused=True)
+    loaded.autocast = autocast
+    return loaded
 
 
-def compare_logits(subject: Subject, compute: Callable[[PreTrainedModel, torch.dtype], torch.Tensor]) -> None:
-    """Raises `Wrong` unless a computation of logits gives those of eager attention."""
-    own = subject.setting.torch_dtype
-    values = {"logits": compute(subject.model, own)}
-    truth = {"logits": compute(subject.plain(torch.float32), torch.float32)}
-    inevitable = {"logits": compute(subject.plain(own), own)} if subject.low_precision else None
+def compare_logits(loaded: LoadedModel, compute: Callable[[PreTrainedModel, torch.dtype], torch.Tensor]) -> None:
+    """Raises `CorrectnessError` unless a computation of logits gives those of eager attention."""
+    own = loaded.setting.torch_dtype
+    values = {"logits": compute(loaded.model, own)}
+    truth = {"logits": compute(loaded.plain(torch.float32), torch.float32)}
+    inevitable = {"logits": compute(loaded.plain(own), own)} if loaded.low_precision else None
     compare("output", values, truth, inevitable)
 
 
-def prefill(subject: Subject, implementation: str) -> Step:
+def prefill(loaded: LoadedModel, implementation: str) -> Step:
     """A prompt at once, into a new cache; logits of its last token."""
-    input_ids = subject.tokens()
+    input_ids = loaded.tokens()
 
     @torch.no_grad()
     def check() -> None:
-        compare_logits(subject, lambda model, _: model(subject.short(), logits_to_keep=16).logits)
+        compare_logits(loaded, lambda model, _: model(loaded.short(), logits_to_keep=16).logits)
 
     @torch.no_grad()
     def run() -> Any:
         return model(input_ids, use_cache=True, logits_to_keep=1)
 
-    model = subject.model
-    return subject.step(run, check, implementation)
+    model = loaded.model
+    return loaded.step(run, check, implementation)
 
 
-def decode(subject: Subject, implementation: str) -> Step:
+def decode(loaded: LoadedModel, implementation: str) -> Step:
     """One token after the cache, which is as before afterwards."""
-    token, model, cache = subject.tokens(1), subject.model, subject.cache
+    token, model, cache = loaded.tokens(1), loaded.model, loaded.cache
     assert cache is not None
 
     @torch.no_grad()
@@ -146,14 +146,14 @@ def decode(subject: Subject, implementation: str) -> Step:
                 own.update(keys, values, i)
             return model(token, past_key_values=own, use_cache=True).logits
 
-        compare_logits(subject, decoded)
+        compare_logits(loaded, decoded)
 
     @torch.no_grad()
     def run() -> None:
         model(token, past_key_values=cache, use_cache=True)
         cache.crop(-1)
 
-    return subject.step(run, check, implementation)
+    return loaded.step(run, check, implementation)
 
 
 def backward(model: PreTrainedModel, input_ids: torch.Tensor, autocast: bool) -> None:
@@ -175,28 +175,28 @@ def gradients(model: PreTrainedModel, texts: list[torch.Tensor], autocast: bool)
     return found
 
 
-def check_training(subject: Subject, update: Callable[[torch.Tensor], None]) -> None:
-    """Raises `Wrong` unless all gradients are eager attention's, and a step changes every weight."""
-    model, own, texts = subject.model, subject.setting.torch_dtype, [subject.short()]
-    if subject.low_precision:
-        texts += [subject.tokens(65, seed) for seed in range(1, SAMPLES)]
-    truth = gradients(subject.plain(torch.float32).train(), texts, autocast=False)
-    inevitable = gradients(subject.plain(own).train(), texts, subject.autocast) if subject.low_precision else None
-    compare("gradient", gradients(model, texts, subject.autocast), truth, inevitable)
+def check_training(loaded: LoadedModel, update: Callable[[torch.Tensor], None]) -> None:
+    """Raises `CorrectnessError` unless all gradients are eager attention's, and a step changes every weight."""
+    model, own, texts = loaded.model, loaded.setting.torch_dtype, [loaded.short()]
+    if loaded.low_precision:
+        texts += [loaded.tokens(65, seed) for seed in range(1, SAMPLES)]
+    truth = gradients(loaded.plain(torch.float32).train(), texts, autocast=False)
+    inevitable = gradients(loaded.plain(own).train(), texts, loaded.autocast) if loaded.low_precision else None
+    compare("gradient", gradients(model, texts, loaded.autocast), truth, inevitable)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     update(texts[0])
     for name, p in model.named_parameters():
         if torch.equal(p, before[name]):
-            raise Wrong(f"a step does not change {name}")
+            raise CorrectnessError(f"a step does not change {name}")
 
 
-def train(subject: Subject, implementation: str) -> Step:
+def train(loaded: LoadedModel, implementation: str) -> Step:
     """Forward, backward, AdamW and `zero_grad`."""
-    input_ids, model, optimizer = subject.tokens(), subject.model, subject.optimizer
+    input_ids, model, optimizer = loaded.tokens(), loaded.model, loaded.optimizer
     assert optimizer is not None
 
     def update(input_ids: torch.Tensor) -> None:
-        backward(model, input_ids, subject.autocast)
+        backward(model, input_ids, loaded.autocast)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -205,8 +205,8 @@ def train(subject: Subject, implementation: str) -> Step:
         tensors = {"weights": list(model.parameters()), "optimizer": states}
         return {name: sum(tensor.nbytes for tensor in those) for name, those in tensors.items()}
 
-    run, check = partial(update, input_ids), partial(check_training, subject, update)
-    return subject.step(run, check, implementation, kept=kept)
+    run, check = partial(update, input_ids), partial(check_training, loaded, update)
+    return loaded.step(run, check, implementation, kept=kept)
 
 
 LARGEST_GAP = {"float32": 1e-3, "bfloat16": 0.1}
@@ -214,18 +214,18 @@ LARGEST_GAP = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 @torch.no_grad()
-def check_generated(subject: Subject, prompts: list[list[int]], generated: list[list[int]]) -> None:
-    """Raises `Wrong` unless every token has the largest logit of eager attention after what is before it, or nearly."""
-    model, new = subject.plain(torch.float32), subject.setting.new_tokens
+def check_generated(loaded: LoadedModel, prompts: list[list[int]], generated: list[list[int]]) -> None:
+    """Raises `CorrectnessError` unless every token has (nearly) the largest logit that eager attention computes."""
+    model, new = loaded.plain(torch.float32), loaded.setting.new_tokens
     for prompt, text in zip(prompts, generated, strict=True):
         if len(text) != new:
-            raise Wrong(f"generated {len(text)} tokens, not {new}")
-        input_ids = torch.tensor([prompt + text], device=subject.setting.device)
+            raise CorrectnessError(f"generated {len(text)} tokens, not {new}")
+        input_ids = torch.tensor([prompt + text], device=loaded.setting.device)
         logits = model(input_ids, logits_to_keep=new + 1).logits[0, :-1]
         chosen = logits.gather(1, input_ids[0, -new:, None])[:, 0]
         gap = ((logits.amax(1) - chosen) / logits.std(1)).max().item()
-        if not gap <= LARGEST_GAP[subject.setting.dtype]:
-            raise Wrong(f"a generated token's logit is {gap:.1e} deviations below eager attention's largest")
+        if not gap <= LARGEST_GAP[loaded.setting.dtype]:
+            raise CorrectnessError(f"a generated token's logit is {gap:.1e} deviations below eager attention's largest")
 
 
 def greedy(setting: Setting, **more: Any) -> GenerationConfig:
@@ -233,23 +233,23 @@ def greedy(setting: Setting, **more: Any) -> GenerationConfig:
     return GenerationConfig(max_new_tokens=setting.new_tokens, do_sample=False, pad_token_id=0, **more)
 
 
-def generate(subject: Subject, implementation: str, cache_implementation: str | None = None) -> Step:
+def generate(loaded: LoadedModel, implementation: str, cache_implementation: str | None = None) -> Step:
     """Prompts of equal length, continued greedily. The cache is dynamic by default."""
-    config = greedy(subject.setting, cache_implementation=cache_implementation)
+    config = greedy(loaded.setting, cache_implementation=cache_implementation)
 
     def continued(input_ids: torch.Tensor) -> list[list[int]]:
-        texts = subject.model.generate(input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config)
+        texts = loaded.model.generate(input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config)
         return texts[:, input_ids.shape[1] :].tolist()
 
     def check() -> None:
-        check_generated(subject, subject.short().tolist(), continued(subject.short()))
+        check_generated(loaded, loaded.short().tolist(), continued(loaded.short()))
 
-    return subject.step(partial(continued, subject.tokens()), check, implementation)
+    return loaded.step(partial(continued, loaded.tokens()), check, implementation)
 
 
-def continuous(subject: Subject, implementation: str) -> Step:
+def continuous(loaded: LoadedModel, implementation: str) -> Step:
     """Prompts of a quarter of the length to the whole, by `generate_batch`: paged cache, mixed prefill and decoding."""
-    setting = subject.setting
+    setting = loaded.setting
 
     def shares(ids: torch.Tensor) -> list[list[int]]:
         n, steps = ids.shape[1], max(setting.batch - 1, 1)
@@ -265,7 +265,7 @@ def continuous(subject: Subject, implementation: str) -> Step:
         config.use_async_batching = config.use_cuda_graph = False
 
     def continued(prompts: list[list[int]]) -> list[list[int]]:
-        outputs = subject.model.generate_batch(
+        outputs = loaded.model.generate_batch(
             prompts,
             generation_config=greedy(setting, eos_token_id=-1),  # none
             continuous_batching_config=copy.deepcopy(config),
@@ -274,7 +274,7 @@ def continuous(subject: Subject, implementation: str) -> Step:
         return [output.generated_tokens for output in outputs.values()]
 
     def check() -> None:
-        prompts = shares(subject.short())
-        check_generated(subject, prompts, continued(prompts))
+        prompts = shares(loaded.short())
+        check_generated(loaded, prompts, continued(prompts))
 
-    return subject.step(partial(continued, shares(subject.tokens())), check, implementation)
+    return loaded.step(partial(continued, shares(loaded.tokens())), check, implementation)

@@ -14,11 +14,11 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from benchmarks.cases import Case
-from benchmarks.correctness import Wrong
+from benchmarks.correctness import CorrectnessError
 from benchmarks.cost import floors
-from benchmarks.goals import Mark, marks
+from benchmarks.goals import GoalStatus, goal_statuses
+from benchmarks.implementations import REFERENCE, Implementation, Setting
 from benchmarks.measure import Spread, Step, alternate, peak_memory, ratios, seconds
-from benchmarks.peers import REFERENCE, Peer, Setting
 
 
 Clock = Callable[[Callable[[], Any]], float]
@@ -29,7 +29,7 @@ ENOUGH = 0.5
 
 @dataclass(frozen=True)
 class Row:
-    """What came out for one peer: seconds, their ratio to the reference's in each round, tokens per second, bytes."""
+    """Of one implementation: seconds, their ratio to the reference's in each round, tokens per second, bytes."""
 
     times: list[float]
     seconds: Spread
@@ -37,17 +37,17 @@ class Row:
     tokens_per_second: float
     peak: int | None
     kept: dict[str, int]
-    mark: Mark | None
+    goal_status: GoalStatus | None
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of a case at a setting: rows, and why peers were refused."""
+    """Of a case at a setting: rows, and why implementations were refused."""
 
     case: Case
     setting: Setting
-    rows: dict[Peer, Row]
-    refused: dict[Peer, str]
+    rows: dict[Implementation, Row]
+    refused: dict[Implementation, str]
 
 
 def best(run: Callable[[], Any], device: str, repeats: int) -> float:
@@ -55,74 +55,78 @@ def best(run: Callable[[], Any], device: str, repeats: int) -> float:
     return min(seconds(run, device) for _ in range(repeats))
 
 
-def prepare(case: Case, setting: Setting, compared: Sequence[Peer]) -> tuple[dict[Peer, Step], dict[Peer, str]]:
+def prepare(
+    case: Case, setting: Setting, compared: Sequence[Implementation]
+) -> tuple[dict[Implementation, Step], dict[Implementation, str]]:
     """Makes and checks steps. Those of one architecture share a model.
 
     Returns:
-        Steps of the peers that compute what they must, and why the others are refused.
+        Steps of the implementations that compute what they must, and why the others are refused.
     """
-    subjects: dict[str, Any] = {}
-    steps: dict[Peer, Step] = {}
-    refused: dict[Peer, str] = {}
-    for peer in compared:
+    loaded: dict[str, Any] = {}
+    steps: dict[Implementation, Step] = {}
+    refused: dict[Implementation, str] = {}
+    for implementation in compared:
         try:
-            if peer.architecture not in subjects:
-                subjects[peer.architecture] = case.build(peer.architecture, setting)
-            step = case.step(subjects[peer.architecture], peer.implementation)
+            if implementation.architecture not in loaded:
+                loaded[implementation.architecture] = case.build(implementation.architecture, setting)
+            step = case.step(loaded[implementation.architecture], implementation.attention)
             step.check()
-        except Wrong as error:
-            refused[peer] = str(error)
+        except CorrectnessError as error:
+            refused[implementation] = str(error)
         except Exception as error:  # whatever an attention function raises where it cannot compute something
-            refused[peer] = " ".join(f"{type(error).__name__}: {error}".split())
+            refused[implementation] = " ".join(f"{type(error).__name__}: {error}".split())
         else:
-            steps[peer] = step
+            steps[implementation] = step
     return steps, refused
 
 
-def measure(case: Case, setting: Setting, compared: Sequence[Peer], rounds: int, clock: Clock | None = None) -> Result:
-    """Checks, warms up, measures memory, then times all peers in turn.
+def measure(
+    case: Case, setting: Setting, compared: Sequence[Implementation], rounds: int, clock: Clock | None = None
+) -> Result:
+    """Checks, warms up, measures memory, then times all implementations in turn.
 
     Args:
         case: what.
         setting: where.
-        compared: peers, the reference among them.
+        compared: implementations, the reference among them.
         rounds: how often each is timed.
         clock: measures a call in seconds; wall-clock time by default.
     """
-    steps, refused = prepare(case, setting, [peer for peer in compared if case.applies(peer)])
+    steps, refused = prepare(case, setting, list(filter(case.applies, compared)))
     if REFERENCE not in steps:
         return Result(case, setting, {}, refused)
     first, peaks = {}, {}
-    for peer, step in steps.items():
+    for implementation, step in steps.items():
         step.before()
         seconds(step.run, setting.device)  # the first call allocates, compiles and loads
-        first[peer] = seconds(step.run, setting.device)
-        peaks[peer] = peak_memory(step.run, setting.device)
+        first[implementation] = seconds(step.run, setting.device)
+        peaks[implementation] = peak_memory(step.run, setting.device)
     repeats = max(1, min(10, int(ENOUGH / first[REFERENCE])))
     clock = clock or partial(best, device=setting.device, repeats=repeats)
     times = alternate(steps, rounds, clock)
     compared_with = ratios(times, REFERENCE)
-    marked = marks(
-        case.name, setting, torch.get_num_threads(), {peer: ratio.median for peer, ratio in compared_with.items()}
+    statuses = goal_statuses(
+        case.name, setting, torch.get_num_threads(), {name: ratio.median for name, ratio in compared_with.items()}
     )
     rows = {
-        peer: Row(
-            times[peer],
-            Spread.of(times[peer]),
-            compared_with[peer],
-            case.tokens(setting) / median(times[peer]),
-            peaks[peer],
+        implementation: Row(
+            times[implementation],
+            Spread.of(times[implementation]),
+            compared_with[implementation],
+            case.tokens(setting) / median(times[implementation]),
+            peaks[implementation],
             step.kept(),
-            marked.get(peer),
+            statuses.get(implementation),
         )
-        for peer, step in steps.items()
+        for implementation, step in steps.items()
     }
     return Result(case, setting, rows, refused)
 
 
 def shown(result: Result) -> Group:
     """A result as it is printed: a table, and who was refused."""
-    refused = [Text(f"Refused: {peer}: {why}", style="red") for peer, why in result.refused.items()]
+    refused = [Text(f"Refused: {implementation}: {why}", style="red") for implementation, why in result.refused.items()]
     return Group(table(result), *refused, "")
 
 
@@ -141,15 +145,15 @@ def table(result: Result) -> Table:
     if result.case.floor:
         shares = floors(result.case.floor)
         made.caption = "By arithmetic, × llama: " + ", ".join(f"{way} {share:.2f}" for way, share in shares.items())
-    for peer, row in result.rows.items():
+    for implementation, row in result.rows.items():
         times, ratio = row.seconds, row.ratio
         made.add_row(
-            str(peer),
+            str(implementation),
             f"{times.median * 1e3:.4g} ({times.least * 1e3:.4g} to {times.most * 1e3:.4g})",
             f"{ratio.median:.2f} ({ratio.least:.2f} to {ratio.most:.2f})",
             f"{row.tokens_per_second:,.4g}" if row.tokens_per_second < 1e4 else f"{row.tokens_per_second:,.0f}",
             "" if row.peak is None else f"{row.peak / 1e6:,.1f}",
-            "" if row.mark is None else str(row.mark),
+            "" if row.goal_status is None else str(row.goal_status),
         )
     return made
 
@@ -160,18 +164,22 @@ def entry(result: Result) -> dict[str, Any]:
     def scaled(spread: Spread, factor: float = 1.0) -> dict[str, float]:
         return {name: number * factor for name, number in asdict(spread).items()}
 
-    peers: dict[str, dict[str, Any]] = {}
-    for peer, row in result.rows.items():
-        peers[str(peer)] = {
+    implementations: dict[str, dict[str, Any]] = {}
+    for implementation, row in result.rows.items():
+        implementations[str(implementation)] = {
             "milliseconds": scaled(row.seconds, 1e3) | {"rounds": [time * 1e3 for time in row.times]},
             "ratio": scaled(row.ratio),
             "tokens_per_second": row.tokens_per_second,
             "step_mb": None if row.peak is None else row.peak / 1e6,
             **{f"{name}_mb": size / 1e6 for name, size in row.kept.items()},
         }
-        if row.mark is not None:
-            peers[str(peer)]["goal"] = {"at_most": row.mark.at_most, "theirs": row.mark.theirs, "met": row.mark.met}
-    made: dict[str, Any] = {"case": result.case.name, **asdict(result.setting), "peers": peers}
+        if row.goal_status is not None:
+            implementations[str(implementation)]["goal"] = {
+                "at_most": row.goal_status.at_most,
+                "below": row.goal_status.below,
+                "met": row.goal_status.met,
+            }
+    made: dict[str, Any] = {"case": result.case.name, **asdict(result.setting), "implementations": implementations}
     if result.case.floor:
         made["by_arithmetic"] = floors(result.case.floor)
-    return made | {"refused": {str(peer): why for peer, why in result.refused.items()}}
+    return made | {"refused": {str(implementation): why for implementation, why in result.refused.items()}}

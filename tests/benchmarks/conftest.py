@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 def functions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Attention functions by name, of which a test may replace some. Ours are timed with sdpa and fused."""
     found = dict(AttentionInterface._global_mapping)
-    monkeypatch.setattr("benchmarks.peers.OURS", ("sdpa", "fused"))
+    monkeypatch.setattr("benchmarks.implementations.OURS", ("sdpa", "fused"))
     monkeypatch.setattr(AttentionInterface, "_global_mapping", found)
     monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", {})  # where other tests leave what they restore
     return found

@@ -6,8 +6,8 @@ import torch
 
 from benchmarks import attention
 from benchmarks.attention import Attention
-from benchmarks.correctness import Wrong
-from benchmarks.peers import Setting
+from benchmarks.correctness import CorrectnessError
+from benchmarks.implementations import Setting
 from diffllama.modeling_diff.differential_attention import combine_maps
 
 
@@ -42,11 +42,11 @@ def test_a_function_that_computes_something_else_is_refused(
 ) -> None:
     sdpa = functions["sdpa"]
     functions["sdpa"] = lambda *args, **kwargs: (scale * sdpa(*args, **kwargs)[0], None)
-    with pytest.raises(Wrong, match="output attention differs"):
+    with pytest.raises(CorrectnessError, match="output attention differs"):
         steps(architecture, SETTING)[case].check()
 
 
-class WrongGradient(torch.autograd.Function):
+class ScaledGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
@@ -61,11 +61,11 @@ def test_a_function_with_a_wrong_backward_is_refused(architecture: str, function
     sdpa = functions["sdpa"]
 
     def wrong(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        return sdpa(module, WrongGradient.apply(query), *args, **kwargs)
+        return sdpa(module, ScaledGradient.apply(query), *args, **kwargs)
 
     functions["sdpa"] = wrong
     steps(architecture, SETTING)["prefill"].check()
-    with pytest.raises(Wrong, match="gradient query"):
+    with pytest.raises(CorrectnessError, match="gradient query"):
         steps(architecture, SETTING)["train"].check()
 
 
@@ -75,14 +75,14 @@ def test_a_fused_function_may_return_the_difference_itself(variant: str, functio
         return combine_maps(functions["sdpa"](*args, **kwargs)[0], differential_lambda), None
 
     functions["fused"] = fused
-    subject = Attention(variant, SETTING)
-    attention.forward(subject, "fused").check()
-    attention.train(subject, "fused").check()
+    loaded = Attention(variant, SETTING)
+    attention.forward(loaded, "fused").check()
+    attention.train(loaded, "fused").check()
 
 
 def test_decoding_has_one_query_and_a_cache_as_models_have_it() -> None:
-    subject = Attention("v1", SETTING, decoding=True)
-    assert subject.query.shape == (2, 1, 4, 32)
-    assert subject.cached.shape == subject.value.transpose(1, 2).shape == (2, 2, 33, 64)
-    assert subject.cached.is_contiguous()
-    assert subject.value.transpose(1, 2).is_contiguous()
+    loaded = Attention("v1", SETTING, decoding=True)
+    assert loaded.query.shape == (2, 1, 4, 32)
+    assert loaded.cached.shape == loaded.value.transpose(1, 2).shape == (2, 2, 33, 64)
+    assert loaded.cached.is_contiguous()
+    assert loaded.value.transpose(1, 2).is_contiguous()

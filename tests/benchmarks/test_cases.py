@@ -1,7 +1,7 @@
 import pytest
 
 from benchmarks.cases import CASES, DEFAULT, choose
-from benchmarks.peers import Peer, Setting
+from benchmarks.implementations import Implementation, Setting
 
 
 def test_names_and_groups_choose_each_case_once() -> None:
@@ -25,10 +25,10 @@ def test_a_name_that_does_not_exist_is_refused() -> None:
 
 def test_continuous_batching_is_measured_where_there_is_one_call_that_takes_pages() -> None:
     applies = CASES["generate/continuous"].applies
-    assert applies(Peer("v1"))
-    assert not applies(Peer("transformers"))
-    assert not applies(Peer("v1", "diff_fused"))
-    assert CASES["generate/static"].applies(Peer("transformers"))
+    assert applies(Implementation("v1"))
+    assert not applies(Implementation("transformers"))
+    assert not applies(Implementation("v1", "diff_fused"))
+    assert CASES["generate/static"].applies(Implementation("transformers"))
 
 
 def test_tokens_are_those_of_one_step() -> None:

@@ -38,28 +38,31 @@ def test_run_prints_and_writes_every_setting_and_where_it_ran(
 ) -> None:
     file = tmp_path / "results.json"
     options = ["--shape", "tiny", "--length", 17, "--length", 32, "--batch", 1, "--batch", 2, "--rounds", 2]
-    options += ["--peer", "v1", "--attention", "sdpa", "--threads", 1, "--groups", 2, "--device", "cpu"]
+    options += ["--architecture", "v1", "--attention", "sdpa", "--threads", 1, "--groups", 2, "--device", "cpu"]
+    options += ["--busy-cores", 1]
     assert called(monkeypatch, "run", "model/decode", "attention", *options, "--json", file) == 0
     report, printed = json.loads(file.read_text()), capsys.readouterr().out
     where = report["machine"]
     assert (where["threads"], where["torch"], where["transformers"]) == (1, torch.__version__, transformers.__version__)
     assert {"machine", "cores", "commit", "diffllama", "python", "time"} <= set(where)
+    assert where["busy_cores"] == 1
+    assert "'busy_cores': 1" in printed
     assert str(where["commit"]) in printed
     assert report["rounds"] == 2
-    settings = [(one["case"], one["batch"], one["length"], one["groups"]) for one in report["results"]]
+    settings = [(result["case"], result["batch"], result["length"], result["groups"]) for result in report["results"]]
     cases = ("model/decode", "attention/prefill", "attention/train", "attention/decode")
     assert settings == [(case, batch, length, 2) for case in cases for batch in (1, 2) for length in (17, 32)]
-    for one in report["results"]:
-        assert list(one["peers"]) == ["llama, sdpa", "ours V1, sdpa"]
-        assert one["peers"]["llama, sdpa"]["ratio"] == {"median": 1.0, "least": 1.0, "most": 1.0}
-        assert all(len(row["milliseconds"]["rounds"]) == 2 for row in one["peers"].values())
+    for result in report["results"]:
+        assert list(result["implementations"]) == ["llama, sdpa", "ours V1, sdpa"]
+        assert result["implementations"]["llama, sdpa"]["ratio"] == {"median": 1.0, "least": 1.0, "most": 1.0}
+        assert all(len(row["milliseconds"]["rounds"]) == 2 for row in result["implementations"].values())
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["model/predict"], "No case or group 'model/predict'"),
-        (["--peer", "v3"], "No peer 'v3'"),
+        (["--architecture", "v3"], "No architecture 'v3'"),
         (["--attention", "no_attention"], "No attention function 'no_attention'"),
         (["--shape", "7b"], "No shape '7b'. Known: tiny, small"),
         (["--shape", "small", "--groups", "5"], "12 heads of small cannot share keys 5 by 5"),

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.cost import WAYS, floors, units
+from benchmarks.cost import FLOPS, floors, units
 
 
 N, D = 32, 8
@@ -50,7 +50,7 @@ def plain(way: str, queries: int = N) -> tuple[float, float]:
     return counted(forward, queries), counted(lambda: outputs[0].sum().backward(), queries)
 
 
-@pytest.mark.parametrize("way", ["transformer", *WAYS])
+@pytest.mark.parametrize("way", ["transformer", *FLOPS])
 def test_units_are_what_torch_counts(way: str) -> None:
     forward, backward = plain(way)
     if way.endswith("fused"):  # which needs the products with the values once for both maps
@@ -59,7 +59,7 @@ def test_units_are_what_torch_counts(way: str) -> None:
     assert units(way, "train") == forward + backward
 
 
-@pytest.mark.parametrize("way", ["transformer", *WAYS])
+@pytest.mark.parametrize("way", ["transformer", *FLOPS])
 def test_one_query_takes_what_torch_counts(way: str) -> None:
     forward, _ = plain(way.replace("fused", "blocked"), queries=1)  # the maps of one query are whole
     assert units(way, "decode") == forward

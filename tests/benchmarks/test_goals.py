@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cases import choose
-from benchmarks.goals import GOALS, Mark, goal, marks
-from benchmarks.peers import Peer, Setting
+from benchmarks.goals import GOALS, GoalStatus, goal_statuses, largest_ratio
+from benchmarks.implementations import Implementation, Setting
 
 
 README = (Path(__file__).parents[2] / "benchmarks/README.md").read_text(encoding="utf-8")
@@ -25,45 +25,46 @@ def documented(threads: int | None) -> set[tuple[str, int, int, float]]:
 
 @pytest.mark.parametrize("threads", [2, None])
 def test_the_readme_has_the_goals(threads: int | None) -> None:
-    goals = [one for one in GOALS if one.threads == threads]
-    assert {(one.case, one.setting.batch, one.setting.length, one.at_most) for one in goals} == documented(threads)
+    goals = [goal for goal in GOALS if goal.threads == threads]
+    assert {(goal.case, goal.setting.batch, goal.setting.length, goal.at_most) for goal in goals} == documented(threads)
     assert len(goals) == len(documented(threads)) >= 3
 
 
 def test_what_runs_by_default_has_every_goals_setting() -> None:
     cases = {case.name: case for case in choose(["model"])}
-    for one in GOALS:
-        batch, lengths = getattr(cases[one.case], one.setting.device)
-        assert batch == one.setting.batch
-        assert one.setting.length in lengths
+    for goal in GOALS:
+        batch, lengths = getattr(cases[goal.case], goal.setting.device)
+        assert batch == goal.setting.batch
+        assert goal.setting.length in lengths
 
 
 def test_a_goal_is_for_its_setting_and_threads_alone() -> None:
     setting = Setting("small", 1, 2048, new_tokens=5)
-    assert goal("model/decode", setting, threads=2) == 1.10
-    assert goal("model/decode", setting, threads=1) is None
-    assert goal("model/decode", Setting("small", 1, 4096), threads=2) is None
-    assert goal("model/decode", Setting("small", 1, 2048, "bfloat16"), threads=2) is None
-    assert goal("model/decode", Setting("3b", 1, 32768, "bfloat16", "cuda"), threads=16) == 1.0
+    assert largest_ratio("model/decode", setting, threads=2) == 1.10
+    assert largest_ratio("model/decode", setting, threads=1) is None
+    assert largest_ratio("model/decode", Setting("small", 1, 4096), threads=2) is None
+    assert largest_ratio("model/decode", Setting("small", 1, 2048, "bfloat16"), threads=2) is None
+    assert largest_ratio("model/decode", Setting("3b", 1, 32768, "bfloat16", "cuda"), threads=16) == 1.0
 
 
 @pytest.mark.parametrize(
-    ("mark", "met", "text"),
+    ("status", "met", "text"),
     [
-        (Mark(1.10, 1.10, None), True, "≤ 1.10: met"),
-        (Mark(1.11, 1.10, None), False, "≤ 1.10: MISSED"),
-        (Mark(1.05, 1.10, 1.05), False, "≤ 1.10 and < 1.05: MISSED"),
-        (Mark(1.05, 1.10, 1.06), True, "≤ 1.10 and < 1.06: met"),
-        (Mark(1.50, None, 1.40), False, "< 1.40: MISSED"),
-        (Mark(1.50, None, None), None, ""),
+        (GoalStatus(1.10, 1.10, None), True, "≤ 1.10: met"),
+        (GoalStatus(1.11, 1.10, None), False, "≤ 1.10: MISSED"),
+        (GoalStatus(1.05, 1.10, 1.05), False, "≤ 1.10 and < 1.05: MISSED"),
+        (GoalStatus(1.05, 1.10, 1.06), True, "≤ 1.10 and < 1.06: met"),
+        (GoalStatus(1.50, None, 1.40), False, "< 1.40: MISSED"),
+        (GoalStatus(1.50, None, None), None, ""),
     ],
 )
-def test_a_mark_says_whether_all_is_met(mark: Mark, met: bool | None, text: str) -> None:
-    assert (mark.met, str(mark)) == (met, text)
+def test_goal_status_names_every_limit_and_whether_all_are_met(status: GoalStatus, met: bool | None, text: str) -> None:
+    assert (status.met, str(status)) == (met, text)
 
 
-def test_every_row_of_ours_is_marked_and_no_other() -> None:
-    ratios = {Peer("llama"): 1.0, Peer("transformers"): 1.3, Peer("v1"): 1.2, Peer("v2", "diff_fused"): 1.05}
-    found = marks("model/decode", Setting("small", 1, 2048), 2, ratios)
-    assert {peer: mark.met for peer, mark in found.items()} == {Peer("v1"): False, Peer("v2", "diff_fused"): True}
-    assert all(mark.theirs == 1.3 for mark in found.values())
+def test_goal_status_exists_for_our_implementations_only() -> None:
+    v1, v2 = Implementation("v1"), Implementation("v2", "diff_fused")
+    ratios = {Implementation("llama"): 1.0, Implementation("transformers"): 1.3, v1: 1.2, v2: 1.05}
+    statuses = goal_statuses("model/decode", Setting("small", 1, 2048), 2, ratios)
+    assert {name: status.met for name, status in statuses.items()} == {v1: False, v2: True}
+    assert all(status.below == 1.3 for status in statuses.values())

@@ -9,9 +9,9 @@ from torch.optim import AdamW
 
 from benchmarks import models
 from benchmarks.cases import CASES
-from benchmarks.correctness import Wrong
+from benchmarks.correctness import CorrectnessError
+from benchmarks.implementations import ARCHITECTURES, Setting
 from benchmarks.measure import Step
-from benchmarks.peers import ARCHITECTURES, Setting
 
 
 SETTING = Setting("tiny", 2, 33, new_tokens=3)
@@ -47,19 +47,19 @@ def test_a_model_that_computes_something_else_is_refused(
 
     made = step(case, architecture)
     functions |= {name: wrong(functions[name]) for name in ("sdpa", "diff_fused")}  # V1's is either
-    with pytest.raises(Wrong, match=r"differs from plain PyTorch's by|below eager attention's largest"):
+    with pytest.raises(CorrectnessError, match=r"differs from plain PyTorch's by|below eager attention's largest"):
         made.check()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_model_that_does_not_learn_is_refused(architecture: str) -> None:
-    subject = models.trained_model(architecture, SETTING)
-    subject.optimizer = AdamW([*subject.model.parameters()][1:], lr=1e-4)
-    with pytest.raises(Wrong, match=r"a step does not change model\.embed_tokens\.weight"):
-        models.train(subject, "sdpa").check()
-    subject.model.lm_head.weight.requires_grad_(False)
-    with pytest.raises(Wrong, match=r"lm_head\.weight 0 has no gradient"):
-        models.train(subject, "sdpa").check()
+    loaded = models.trained_model(architecture, SETTING)
+    loaded.optimizer = AdamW([*loaded.model.parameters()][1:], lr=1e-4)
+    with pytest.raises(CorrectnessError, match=r"a step does not change model\.embed_tokens\.weight"):
+        models.train(loaded, "sdpa").check()
+    loaded.model.lm_head.weight.requires_grad_(False)
+    with pytest.raises(CorrectnessError, match=r"lm_head\.weight 0 has no gradient"):
+        models.train(loaded, "sdpa").check()
 
 
 def test_a_longer_cache_repeats_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,54 +72,54 @@ def test_a_longer_cache_repeats_what_was_read(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_weights_and_the_optimizers_state_are_measured(architecture: str) -> None:
-    subject = models.trained_model(architecture, SETTING)
-    made = models.train(subject, "sdpa")
+    loaded = models.trained_model(architecture, SETTING)
+    made = models.train(loaded, "sdpa")
     made.run()
-    nbytes, tensors = 4 * subject.model.num_parameters(), len(list(subject.model.parameters()))
+    nbytes, tensors = 4 * loaded.model.num_parameters(), len(list(loaded.model.parameters()))
     assert made.kept() == {"weights": nbytes, "optimizer": 2 * nbytes + 4 * tensors}  # two moments, and a counter
 
 
 def test_checkpointing_and_autocast_are_what_is_timed() -> None:
     assert models.trained_model("v1", SETTING, checkpointing=True).model.is_gradient_checkpointing
-    subject = models.trained_model("v1", SETTING, autocast=True)
+    loaded = models.trained_model("v1", SETTING, autocast=True)
     dtypes = set()
-    subject.model.lm_head.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
-    models.train(subject, "sdpa").run()
+    loaded.model.lm_head.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
+    models.train(loaded, "sdpa").run()
     assert dtypes == {torch.bfloat16}
-    assert subject.model.dtype == torch.float32
+    assert loaded.model.dtype == torch.float32
 
 
 def test_decoding_leaves_the_cache_as_it_was() -> None:
-    subject = models.model_with_cache("v1", SETTING)
-    for run in [models.decode(subject, "sdpa").run] * 3:
+    loaded = models.model_with_cache("v1", SETTING)
+    for run in [models.decode(loaded, "sdpa").run] * 3:
         run()
-        assert subject.cache.get_seq_length() == SETTING.length
+        assert loaded.cache.get_seq_length() == SETTING.length
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generation_makes_so_many_tokens_and_checks_them(cache: str | None) -> None:
-    subject = models.plain_model("v2", SETTING)
-    texts = models.generate(subject, "sdpa", cache).run()
+    loaded = models.plain_model("v2", SETTING)
+    texts = models.generate(loaded, "sdpa", cache).run()
     assert [len(text) for text in texts] == [3, 3]
-    prompts = subject.tokens().tolist()
-    models.check_generated(subject, prompts, texts)
-    with pytest.raises(Wrong, match="generated 2 tokens, not 3"):
-        models.check_generated(subject, prompts, [text[:2] for text in texts])
-    with pytest.raises(Wrong, match="below eager attention's largest"):
-        models.check_generated(subject, prompts, [[(text[0] + 1) % 512, *text[1:]] for text in texts])
+    prompts = loaded.tokens().tolist()
+    models.check_generated(loaded, prompts, texts)
+    with pytest.raises(CorrectnessError, match="generated 2 tokens, not 3"):
+        models.check_generated(loaded, prompts, [text[:2] for text in texts])
+    with pytest.raises(CorrectnessError, match="below eager attention's largest"):
+        models.check_generated(loaded, prompts, [[(text[0] + 1) % 512, *text[1:]] for text in texts])
 
 
 def test_continuous_batching_has_prompts_of_a_quarter_of_the_length_to_all_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    subject, lengths = models.plain_model("v1", Setting("tiny", 4, 32, new_tokens=2)), []
-    generate_batch = subject.model.generate_batch
+    loaded, lengths = models.plain_model("v1", Setting("tiny", 4, 32, new_tokens=2)), []
+    generate_batch = loaded.model.generate_batch
 
     def spy(prompts: list[list[int]], **options: Any) -> Any:
         lengths.extend(map(len, prompts))
         return generate_batch(prompts, **options)
 
-    monkeypatch.setattr(subject.model, "generate_batch", spy)
-    texts = partial(models.continuous(subject, "sdpa").run)()
+    monkeypatch.setattr(loaded.model, "generate_batch", spy)
+    texts = partial(models.continuous(loaded, "sdpa").run)()
     assert lengths == [32, 24, 16, 8]
     assert [len(text) for text in texts] == [2] * 4

@@ -76,14 +76,14 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Peer:
+class Implementation:
     """A model and the attention function that computes it."""
 
     architecture: Architecture
-    implementation: str = "sdpa"
+    attention: str = "sdpa"
 
     def __str__(self) -> str:
-        return f"{NAMES[self.architecture]}, {self.implementation}"
+        return f"{NAMES[self.architecture]}, {self.attention}"
 
     @property
     def ours(self) -> bool:
@@ -91,7 +91,7 @@ class Peer:
         return self.architecture in ("v1", "v2")
 
 
-REFERENCE = Peer("llama")
+REFERENCE = Implementation("llama")
 """Ratios are to this one."""
 
 
@@ -167,32 +167,32 @@ def available(implementation: str, setting: Setting) -> bool:
     return implementation == "eager" or implementation in AttentionInterface().valid_keys()
 
 
-def peers(
-    setting: Setting, architectures: Sequence[str] = ARCHITECTURES, implementations: Sequence[str] | None = None
-) -> list[Peer]:
+def implementations(
+    setting: Setting, architectures: Sequence[str] = ARCHITECTURES, attention: Sequence[str] | None = None
+) -> list[Implementation]:
     """What is compared in a setting, the reference first.
 
     Args:
         setting: where.
         architectures: these and the Llama.
-        implementations: attention functions of ours, those of `OURS` that are there by default. The others are timed
-            with `sdpa` and, if it is among them, flash-attn.
+        attention: functions that compute ours; by default those of `OURS` that are installed. The others are timed with
+            `sdpa` and, if it is among them, flash-attn.
 
     Raises:
         ValueError: there is no such architecture, or attention function.
     """
     for name in architectures:
         if name not in ARCHITECTURES:
-            raise ValueError(f"No peer {name!r}. Known: {', '.join(ARCHITECTURES)}.")
-    for name in implementations or ():
+            raise ValueError(f"No architecture {name!r}. Known: {', '.join(ARCHITECTURES)}.")
+    for name in attention or ():
         if not available(name, setting):
             raise ValueError(f"No attention function {name!r} for {setting.dtype} on {setting.device}.")
-    ours = implementations or [name for name in OURS if available(name, setting)]
+    ours = attention or [name for name in OURS if available(name, setting)]
     others = ["sdpa", *(name for name in ours if name.startswith("flash_attention"))]
     sizes = llama(setting.shape, setting.groups)
     return [
-        peer
+        Implementation(architecture, name)
         for architecture in ARCHITECTURES
         if architecture in ("llama", *architectures) and applies(architecture, sizes)
-        for peer in (Peer(architecture, name) for name in (ours if architecture in ("v1", "v2") else others))
+        for name in (ours if architecture in ("v1", "v2") else others)
     ]

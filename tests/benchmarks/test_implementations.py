@@ -3,7 +3,17 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.peers import ARCHITECTURES, SHAPE_NAMES, Peer, Setting, applies, build, configuration, llama, peers
+from benchmarks.implementations import (
+    ARCHITECTURES,
+    SHAPE_NAMES,
+    Implementation,
+    Setting,
+    applies,
+    build,
+    configuration,
+    implementations,
+    llama,
+)
 from diffllama.configuration import baseline, preset
 
 
@@ -47,25 +57,25 @@ def test_models_have_keys_and_values_of_the_same_size_and_nearly_as_many_paramet
 
 
 def test_smollm2_has_nine_heads_so_no_pairs() -> None:
-    assert {peer.architecture for peer in peers(Setting("smollm2-135m", 1, 8))} == {"llama", "v2"}
+    assert {found.architecture for found in implementations(Setting("smollm2-135m", 1, 8))} == {"llama", "v2"}
     assert set(SHAPE_NAMES) == {"tiny", "small", "smollm2-135m", "1b", "3b"}
 
 
 def test_attention_functions_of_ours_are_compared_as_far_as_they_are_registered(
     functions: dict[str, Any],
 ) -> None:
-    plain = [Peer(name) for name in ARCHITECTURES]
-    assert peers(TINY) == plain
+    plain = [Implementation(name) for name in ARCHITECTURES]
+    assert implementations(TINY) == plain
     functions["fused"] = functions["sdpa"]
-    assert peers(TINY) == [*plain[:3], Peer("v1", "fused"), plain[3], Peer("v2", "fused")]
-    assert peers(TINY, ["v1"], ["fused"]) == [Peer("llama"), Peer("v1", "fused")]
-    assert str(Peer("v1", "fused")) == "ours V1, fused"
+    assert implementations(TINY) == [*plain[:3], Implementation("v1", "fused"), plain[3], Implementation("v2", "fused")]
+    assert implementations(TINY, ["v1"], ["fused"]) == [Implementation("llama"), Implementation("v1", "fused")]
+    assert str(Implementation("v1", "fused")) == "ours V1, fused"
 
 
 def test_names_and_heads_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ValueError, match="No peer 'v3'"):
-        peers(TINY, ["v3"])
+    with pytest.raises(ValueError, match="No architecture 'v3'"):
+        implementations(TINY, ["v3"])
     with pytest.raises(ValueError, match="No attention function 'flash_attention_2' for float32 on cpu"):
-        peers(TINY, implementations=["flash_attention_2"])
+        implementations(TINY, attention=["flash_attention_2"])
     with pytest.raises(ValueError, match="4 heads of tiny cannot share keys 3 by 3"):
         llama("tiny", 3)
