@@ -39,7 +39,7 @@ CURVES = {
     "eval_loss": "loss on held-out text",
     "diff_cosine": "cosine of q1 and q2",
     "diff_lambda": "λ",
-    "diff_cancelled": "share of attention cancelled",
+    "diff_map_overlap": "share of attention cancelled",
 }
 
 
@@ -77,7 +77,7 @@ def draw(results: dict[str, dict[str, list[tuple[int, float]]]], tokens_per_step
         for name, line in (("loss", ":"), ("eval_loss", "-")):
             if name in curves:
                 plot(losses, curves[name], label=f"{model}, {CURVES[name]}", color=colour, linestyle=line)
-        for name in ("diff_lambda", "diff_cancelled"):
+        for name in ("diff_lambda", "diff_map_overlap"):
             if name in curves:
                 plot(shares, curves[name], label=CURVES[name])
         if "diff_cosine" in curves:

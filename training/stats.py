@@ -46,7 +46,7 @@ def measuring_attention(
         {
             "cosine": F.cosine_similarity(q1.float(), q2.float(), dim=-1).mean().item(),
             "lambda": differential_lambda.mean().item(),
-            "cancelled": torch.minimum(first, weight * second).clamp(min=0).sum(-1).mean().item(),
+            "map_overlap": torch.minimum(first, weight * second).clamp(min=0).sum(-1).mean().item(),
         }
     )
     return output, None
@@ -89,7 +89,7 @@ def differential_stats(model: torch.nn.Module, input_ids: torch.Tensor) -> dict[
         One number per layer, mean over tokens and heads, for each of
         `cosine`, of the two queries after rotation: 1 where both maps ask the same;
         `lambda`;
-        `cancelled`, the share of the first map that the second one takes away: Σ min(A1, λ·A2) of each row (0 where
+        `map_overlap`, the share of the first map that the second one takes away: Σ min(A1, λ·A2) of each row (0 where
         they look at different tokens, min(1, λ) where they are equal).
 
     Raises:
@@ -99,11 +99,11 @@ def differential_stats(model: torch.nn.Module, input_ids: torch.Tensor) -> dict[
     device = next(model.parameters()).device
     with measuring(model):
         model(input_ids=input_ids.to(device), use_cache=False, report=measured.append)  # FSDP2 copies lists
-    return {name: [layer[name] for layer in measured] for name in ("cosine", "lambda", "cancelled")}
+    return {name: [layer[name] for layer in measured] for name in ("cosine", "lambda", "map_overlap")}
 
 
 class DifferentialStatsCallback(TrainerCallback):
-    """Logs means over layers of `differential_stats`, as `diff_cosine`, `diff_lambda` and `diff_cancelled`.
+    """Logs means over layers of `differential_stats`, as `diff_cosine`, `diff_lambda` and `diff_map_overlap`.
 
     They are logged before the first step and beside every loss, by the Trainer itself: they reach its history and every
     logger in `report_to`. Training is not disturbed: the same weights come out to the bit.

@@ -29,7 +29,7 @@ def expected_stats(model: DiffLlamaForCausalLM, row: torch.Tensor) -> dict[str, 
     for hook in hooks:
         hook.remove()
     config, n = model.config, len(row)
-    stats: dict[str, list[float]] = {"cosine": [], "lambda": [], "cancelled": []}
+    stats: dict[str, list[float]] = {"cosine": [], "lambda": [], "map_overlap": []}
     for i, x in enumerate(inputs):
         weights = {name: w.double() for name, w in under(model.state_dict(), f"model.layers.{i}.self_attn.").items()}
         _, differences, softmaxes = attention(
@@ -42,7 +42,7 @@ def expected_stats(model: DiffLlamaForCausalLM, row: torch.Tensor) -> dict[str, 
         queries = (x @ weights["q_proj.weight"].T).reshape(n, config.num_attention_heads, -1)
         stats["cosine"].append(torch.cosine_similarity(queries[:, ::2], queries[:, 1::2], dim=-1).mean().item())
         stats["lambda"].append(subtracted.sum(-1).mean().item())
-        stats["cancelled"].append(torch.minimum(first, subtracted).clamp(min=0).sum(-1).mean().item())
+        stats["map_overlap"].append(torch.minimum(first, subtracted).clamp(min=0).sum(-1).mean().item())
     return stats
 
 
@@ -74,7 +74,7 @@ def test_equal_maps_cancel_by_lambda() -> None:
     stats = differential_stats(model, tokens(2, 9))
     assert stats["cosine"] == pytest.approx([1, 1], abs=1e-6)
     assert stats["lambda"] == [0.5, 0.5]
-    assert stats["cancelled"] == pytest.approx([0.5, 0.5], abs=1e-6)
+    assert stats["map_overlap"] == pytest.approx([0.5, 0.5], abs=1e-6)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
