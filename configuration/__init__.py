@@ -4,11 +4,10 @@
 
 import copy
 import functools
-import re
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-import yaml
+from ruamel.yaml import YAML
 
 
 if TYPE_CHECKING:
@@ -17,37 +16,16 @@ if TYPE_CHECKING:
     from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
 
-class YamlLoader(yaml.SafeLoader):
-    """Safe YAML as people expect it, and YAML 1.2 says: 1e-3 is a number, `no` a text, and no key is there twice.
-
-    (PyYAML follows YAML 1.1, in which 1e-3 is a text and `no` is false, and takes the last of equal keys.)
-    """
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        """Refuses a key that is there twice."""
-        keys = [key.value for key, _ in node.value if key.value != "<<"]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"`{key}` is there twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-YamlLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in found if not tag.endswith((":bool", ":timestamp"))]
-    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-for tag, pattern, first in (
-    ("float", r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$", "-+.0123456789"),
-    ("bool", r"(true|True|TRUE|false|False|FALSE)$", "tTfF"),
-):
-    YamlLoader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), list(first))
+def read_yaml(text: str) -> Any:
+    """What YAML 1.2 says: 1e-3 is a number, `no` a text, and the same key twice an error, `ruamel.yaml.YAMLError`."""
+    return YAML(typ="safe", pure=True).load(text)
 
 
 @functools.cache
 def _load(name: str, anchors: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """The entries of a YAML file here, but for those that others only refer to."""
     text = resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
-    return {name: fields for name, fields in yaml.load(text, YamlLoader).items() if name not in anchors}
+    return {name: fields for name, fields in read_yaml(text).items() if name not in anchors}
 
 
 def _presets() -> dict[str, dict[str, Any]]:
@@ -158,4 +136,4 @@ def baseline(config: "DiffLlamaConfig") -> "LlamaConfig":
     )
 
 
-__all__ = ["SHARED_FIELDS", "YamlLoader", "baseline", "preset", "preset_names", "recipe", "recipe_names"]
+__all__ = ["SHARED_FIELDS", "baseline", "preset", "preset_names", "read_yaml", "recipe", "recipe_names"]

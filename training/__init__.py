@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from diffllama.training.lambdas import train_lambdas
     from diffllama.training.nonfinite import StopOnNonFiniteCallback
-    from diffllama.training.packing import packed
+    from diffllama.training.packing import load_packed_dataset
     from diffllama.training.pretraining import last_checkpoint, pretrain
     from diffllama.training.stats import DifferentialStatsCallback, differential_stats
 
@@ -22,7 +22,7 @@ _HOMES = {
     "StopOnNonFiniteCallback": "nonfinite",
     "differential_stats": "stats",
     "last_checkpoint": "pretraining",
-    "packed": "packing",
+    "load_packed_dataset": "packing",
     "pretrain": "pretraining",
     "train_lambdas": "lambdas",
 }
@@ -39,7 +39,7 @@ __all__ = [
     "StopOnNonFiniteCallback",
     "differential_stats",
     "last_checkpoint",
-    "packed",
+    "load_packed_dataset",
     "pretrain",
     "train_lambdas",
 ]

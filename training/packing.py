@@ -91,7 +91,7 @@ def read_documents(
     if (files is None) == (dataset is None):
         raise ValueError("`data` needs exactly one of `files` and `dataset`.")
     if dataset is not None:
-        yield from column_of(load_dataset(dataset, name, split=split, revision=revision, streaming=True), column)
+        yield from iter_column(load_dataset(dataset, name, split=split, revision=revision, streaming=True), column)
         return
     assert files is not None
     for path in find_files(files):
@@ -103,7 +103,7 @@ def read_documents(
             else:
                 options = {"keep_default_na": False} if loader == "csv" else {}  # "NA" is a text
                 rows = load_dataset(loader, data_files=escape(str(path)), split="train", streaming=True, **options)
-                yield from column_of(rows, column)
+                yield from iter_column(rows, column)
         except Exception as error:  # whatever a decompressor or parser raises
             raise ValueError(f"`data.files`: cannot read {path}: {error}") from error
 
@@ -111,7 +111,7 @@ def read_documents(
 DEFAULTS = {name: field.default for name, field in inspect.signature(read_documents).parameters.items()}
 
 
-def column_of(rows: Iterable[dict[str, Any]], column: str) -> Iterator[str]:
+def iter_column(rows: Iterable[dict[str, Any]], column: str) -> Iterator[str]:
     """The texts in one column, without those that are missing."""
     for row in rows:
         if column not in row:
@@ -189,7 +189,7 @@ def too_short(length: int, tokens: int) -> ValueError:
     return ValueError(f"`data`: the text must fill at least one sequence of {length} tokens, it has {tokens}.")
 
 
-def pin(source: dict[str, Any]) -> dict[str, Any]:
+def resolve_revision(source: dict[str, Any]) -> dict[str, Any]:
     """What to read, with the commit of a repository of the Hub, as far as it can be asked. A commit stays as it is."""
     dataset, revision = source.get("dataset"), source.get("revision")
     if not dataset or Path(dataset).exists() or REGEX_COMMIT_HASH.fullmatch(revision or ""):
@@ -201,9 +201,10 @@ def pin(source: dict[str, Any]) -> dict[str, Any]:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase, length: int, max_tokens: int | None = None, **source: Any) -> str:
-    """32 hexadecimal digits that differ where `packed` gives other sequences.
+    """32 hexadecimal digits that differ where `load_packed_dataset` gives other sequences.
 
-    The arguments are those of `packed`, or `streaming=True` for a `PackedStream`. A branch or tag is not resolved here.
+    The arguments are those of `load_packed_dataset`, or `streaming=True` for a `PackedStream`. Branches and tags are
+    not resolved here.
     """
     files: list[Path] = find_files(source["files"]) if source.get("files") is not None else []
     if source.get("dataset") and Path(source["dataset"]).exists():
@@ -224,7 +225,7 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase, length: int, max_tokens: int
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def packed(
+def load_packed_dataset(
     tokenizer: PreTrainedTokenizerBase,
     length: int,
     max_tokens: int | None = None,
@@ -252,7 +253,7 @@ def packed(
     check_tokenizer(tokenizer)
     if max_tokens is not None and max_tokens < length:
         raise ValueError(f"`data.max_tokens` must be a sequence of {length} at least, got {max_tokens}.")
-    source = pin(source)  # the commit that is read is the one that is known by its fingerprint
+    source = resolve_revision(source)  # the commit that is read is the one that is known by its fingerprint
     try:
         return Dataset.from_generator(
             lambda: pack(read_documents(**source), tokenizer, length, max_tokens),
@@ -267,9 +268,9 @@ def packed(
 class PackedStream(IterableDataset):
     """Sequences for a causal language model, packed while a dataset is streamed, so that training starts at once.
 
-    They are those of `packed`, in the order of the dataset, without shuffling; after the last one the dataset is read
-    again from its beginning. Nothing is kept on disk. With several processes the Trainer has the main one read and
-    deals its sequences out, so what is learned does not depend on their number.
+    They are those of `load_packed_dataset`, in the order of the dataset, without shuffling; after the last one the
+    dataset is read again from its beginning. Nothing is kept on disk. With several processes the Trainer has the main
+    one read and deals its sequences out, so what is learned does not depend on their number.
 
     Args:
         tokenizer: with an `eos_token`, to end documents.
@@ -317,7 +318,7 @@ class PackedStream(IterableDataset):
             if row_state is not None:
                 rows.load_state_dict(row_state)
             empty = row_state is None
-            for tokens in tokenised(column_of(rows, self.column), self.tokenizer):
+            for tokens in tokenised(iter_column(rows, self.column), self.tokenizer):
                 rest += tokens
                 start = min(skip, len(rest))
                 skip -= start

@@ -33,8 +33,8 @@ from diffllama.checkpoints.json_files import read_json, write_json
 from diffllama.configuration import baseline, preset
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 from diffllama.training.nonfinite import StopOnNonFiniteCallback
-from diffllama.training.packing import PackedStream, fingerprint, packed, pin
-from diffllama.training.settings import MODEL_SOURCES, SOURCE, check_names, check_numbers, read_sections
+from diffllama.training.packing import PackedStream, fingerprint, load_packed_dataset, resolve_revision
+from diffllama.training.settings import MODEL_SOURCES, SOURCE, check_fields, read_sections
 from diffllama.training.stats import DifferentialStatsCallback
 
 
@@ -62,13 +62,11 @@ def read_settings(path: Path) -> dict[str, Any]:
         ValueError: likewise, or one of these fields is unknown, of the wrong kind, or against streaming.
     """
     settings = read_sections(path)
-    fields = {field.name for field in dataclasses.fields(DiffLlamaConfig)}
-    check_names(settings["model"], fields.union(MODEL_SOURCES), f"{path}: `model`")
-    training = settings["training"]
-    kinds = {field.name: field.type for field in dataclasses.fields(TrainingArguments)}
-    check_names(training, kinds, f"{path}: `training`")
-    check_numbers(training, kinds, f"{path}: `training`")
-    if settings["data"]["streaming"]:
+    fields = dict.fromkeys([*MODEL_SOURCES, *(field.name for field in dataclasses.fields(DiffLlamaConfig))])
+    settings["model"] = check_fields(settings["model"], fields, f"{path}: `model`")
+    types = {field.name: field.type for field in dataclasses.fields(TrainingArguments)}
+    settings["training"] = training = check_fields(settings["training"], types, f"{path}: `training`")
+    if settings["data"].get("streaming"):
         if training.get("max_steps", 0) < 1:
             raise ValueError(f"{path}: `data.streaming` needs `training.max_steps`, for a stream has no length.")
         if training.get("dataloader_num_workers", 0) > 0:
@@ -255,7 +253,7 @@ def resolve_source(source: dict[str, Any], folder: Path) -> dict[str, Any]:
     begun = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
     if COMMIT in begun and begun.get(REVISION) == source.get("revision"):
         return source | {"revision": begun[COMMIT]}
-    return pin(source)
+    return resolve_revision(source)
 
 
 def make_record(settings: Mapping[str, Any], source: Mapping[str, Any], sequences: str) -> dict[str, Any]:
@@ -328,7 +326,7 @@ def train(
     streaming: StreamCallback | None = None
     rows: Any
     evaluated: Any
-    if settings["data"]["streaming"]:
+    if settings["data"].get("streaming"):
         per_step = settings["tokens_per_step"] // length
         state = read_json(checkpoint / "trainer_state.json")["stateful_callbacks"] if checkpoint else {}
         begin = state[StreamCallback.__name__]["attributes"]["stream"] if checkpoint else None
@@ -339,12 +337,14 @@ def train(
         arguments.ignore_data_skip = True  # the stream goes on by itself
     else:
         with arguments.main_process_first(desc="tokenising"):
-            every = packed(tokenizer, length, cache_dir=settings["data"].get("cache_dir"), **source)
-        if len(every) <= held_out:
-            raise ValueError(f"`data.evaluation_sequences` must leave some to train on: {held_out} of {len(every)}.")
-        rows = every.select(range(len(every) - held_out))
-        evaluated = every.select(range(len(every) - held_out, len(every))) if held_out else None
-        probe = every[-1]
+            sequences = load_packed_dataset(tokenizer, length, cache_dir=settings["data"].get("cache_dir"), **source)
+        if len(sequences) <= held_out:
+            raise ValueError(
+                f"`data.evaluation_sequences` must leave some to train on: {held_out} of {len(sequences)}."
+            )
+        rows = sequences.select(range(len(sequences) - held_out))
+        evaluated = sequences.select(range(len(sequences) - held_out, len(sequences))) if held_out else None
+        probe = sequences[-1]
 
     trainer = Trainer(
         model,
@@ -406,7 +406,7 @@ def pretrain(path: str | Path, of_baseline: bool = False) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"], trust_remote_code=False)
     fields = {name: settings["data"][name] for name in SOURCE if name in settings["data"]}
     source = from_main_process(lambda: resolve_source(fields, folder))
-    stream = {"streaming": True} if settings["data"]["streaming"] else {}
+    stream = {"streaming": True} if settings["data"].get("streaming") else {}
     record = make_record(settings, source, fingerprint(tokenizer, settings["sequence_length"], **source, **stream))
     check_folder(folder, record)
     with locked(folder, "set another `training.output_dir`") if arguments.should_save else nullcontext():

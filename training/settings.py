@@ -5,29 +5,117 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
+from ruamel.yaml.error import YAMLError
 
-from diffllama.configuration import YamlLoader, recipe
+from diffllama.configuration import read_yaml, recipe
 
 
-SECTIONS = ("recipe", "model", "tokenizer", "data", "sequence_length", "tokens_per_step", "training")
 MODEL_SOURCES = ("preset", "from", "baseline_from", "attn_implementation")
 SOURCE = ("files", "dataset", "name", "split", "revision", "column", "max_tokens")
-DATA = (*SOURCE, "streaming", "evaluation_sequences", "cache_dir")
 
 
-def check_names(names: Iterable[str], known: Iterable[str], where: str) -> None:
-    """Raises `ValueError` for the first of the names that is not known."""
+def to_whole(value: Any) -> Any:
+    """2.0 and 1e3 as whole numbers; everything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(to_whole)]
+
+
+class Section(BaseModel):
+    """Fields with values of their types; others are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class Data(Section):
+    """What is read, see `diffllama.training.pretraining.pretrain`."""
+
+    files: str | list[str] | None = None
+    dataset: str | None = None
+    name: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    column: str = "text"
+    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    streaming: bool = False
+    evaluation_sequences: Annotated[Whole, Field(ge=0)] = 0
+    cache_dir: str | None = None
+
+    @model_validator(mode="after")
+    def check_streaming(self) -> "Data":
+        """Refuses what a stream cannot have."""
+        if self.streaming and self.dataset is None:
+            raise ValueError("`data.streaming` needs `data.dataset`, a repository or a folder.")
+        for name in {"files", "max_tokens", "cache_dir"} & self.model_fields_set if self.streaming else ():
+            raise ValueError(f"`data.{name}` does not go with `data.streaming`; remove one of them.")
+        return self
+
+
+class Pretraining(Section):
+    """The sections of a file, those of its recipe included."""
+
+    model: dict[str, Any]
+    tokenizer: str
+    data: Data
+    sequence_length: Annotated[Whole, Field(ge=2)]
+    tokens_per_step: Annotated[Whole, Field(ge=2)]
+    training: dict[str, Any]
+
+
+def validate(section: type[Section], values: Any, where: str) -> dict[str, Any]:
+    """The values of a section, with whole numbers where they belong.
+
+    Args:
+        section: the fields.
+        values: theirs.
+        where: the file, and the section's name within it.
+
+    Raises:
+        ValueError: names the first field that is wrong, its value and the rule.
+    """
+    try:
+        return section.model_validate(values).model_dump(exclude_unset=True)
+    except ValidationError as error:
+        errors = error.errors()
+        first, loc = errors[0], errors[0]["loc"][:2]
+        *parents, name = map(str, loc)
+        if first["type"] == "extra_forbidden":
+            known = Data.model_fields if parents else section.model_fields
+            problem = "".join(f"`{parent}`: " for parent in parents) + unknown_field(name, known)
+        elif first["type"] == "missing":
+            problem = f"`{name}` is missing" + "; a `recipe` has one." * name.endswith(("step", "th"))
+        elif first["type"] == "value_error":
+            problem = str(first["ctx"]["error"])
+        else:
+            rules = (other["msg"].replace("Input should", "must") for other in errors if other["loc"][:2] == loc)
+            rule = " or ".join(dict.fromkeys(rules))  # one for each type that is allowed
+            problem = f"`{'.'.join([*parents, name])}` {rule}, got {first['input']!r}."
+        raise ValueError(f"{where}: {problem}") from None
+
+
+def unknown_field(name: str, known: Iterable[str]) -> str:
+    """Says that a field does not exist, and which one may be meant."""
     known = sorted(known)
-    for name in names:
-        if name not in known:
-            close = difflib.get_close_matches(str(name), known, 1)
-            few = f" Known: {', '.join(known)}." if len(known) < 20 else ""
-            raise ValueError(
-                f"{where}: there is no field `{name}`" + (f"; did you mean `{close[0]}`?" if close else "." + few)
-            )
+    close = difflib.get_close_matches(name, known, 1)
+    few = f" Known: {', '.join(known)}." if len(known) < 20 else ""
+    return f"there is no field `{name}`" + (f"; did you mean `{close[0]}`?" if close else "." + few)
+
+
+def check_fields(values: Mapping[str, Any], types: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The values of fields, of which numbers are checked. Raises `ValueError` as `validate` does.
+
+    Args:
+        values: by field.
+        types: of all fields that exist.
+        where: the file and the section.
+    """
+    numbers = {int: Whole, float: float}
+    fields: dict[str, Any] = {name: (numbers.get(kind, Any), None) for name, kind in types.items()}
+    return validate(create_model("Fields", __base__=Section, **fields), values, where)
 
 
 def read_sections(path: Path) -> dict[str, Any]:
@@ -40,56 +128,17 @@ def read_sections(path: Path) -> dict[str, Any]:
         ValueError: the file is no YAML, or another field is unknown, missing, of the wrong kind or against another.
     """
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), YamlLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no YAML: {error}") from error
+        content = read_yaml(path.read_text(encoding="utf-8"))
+    except (YAMLError, UnicodeDecodeError) as error:
+        reason = str(error).partition("\n\nTo suppress")[0]  # which would load a file with the same key twice
+        raise ValueError(f"{path} is no YAML: {reason}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must have the sections {', '.join(SECTIONS)}, got {type(content).__name__}.")
-    check_names(content, SECTIONS, str(path))
+        names = ", ".join(["recipe", *Pretraining.model_fields])
+        raise ValueError(f"{path} must have the sections {names}, got {type(content).__name__}.")
     settings = recipe(content.pop("recipe")) if "recipe" in content else {}
+    if "num_train_epochs" in (content.get("training") or ()):
+        settings.get("training", {}).pop("max_steps", None)  # the recipe's would win
     for name, value in content.items():
-        sections = ("model", "data", "training")
-        if name in sections and not isinstance(value, dict):
-            raise ValueError(f"{path}: `{name}` must be a section with fields, got {value!r}.")
-        if name == "training" and "num_train_epochs" in value:
-            settings.get("training", {}).pop("max_steps", None)  # the recipe's would win
-        settings[name] = {**settings.get(name, {}), **value} if name in sections else value
-    for name in SECTIONS[1:]:
-        if name not in settings:
-            raise ValueError(f"{path}: `{name}` is missing" + "; a `recipe` has one." * (name.endswith(("step", "th"))))
-    check_names(settings["data"], DATA, f"{path}: `data`")
-    for where, section, least in (
-        (str(path), settings, {"sequence_length": 2, "tokens_per_step": 2}),
-        (f"{path}: `data`", settings["data"], {"max_tokens": 1, "evaluation_sequences": 0}),
-    ):
-        check_numbers(section, dict.fromkeys(least, int), where)
-        for name, bound in least.items():
-            if section.get(name, bound) < bound:
-                raise ValueError(f"{where}: `{name}` must be {bound} at least, got {section[name]}.")
-    streaming = settings["data"].setdefault("streaming", False)
-    if not isinstance(streaming, bool):
-        raise ValueError(f"{path}: `data.streaming` must be true or false, got {streaming!r}.")
-    if streaming and "dataset" not in settings["data"]:
-        raise ValueError(f"{path}: `data.streaming` needs `data.dataset`, a repository or a folder.")
-    for name in ("files", "max_tokens", "cache_dir") if streaming else ():
-        if name in settings["data"]:
-            raise ValueError(f"{path}: `data.{name}` does not go with `data.streaming`; remove one of them.")
-    return settings
-
-
-def check_numbers(values: dict[str, Any], kinds: Mapping[str, Any], where: str) -> None:
-    """Makes whole numbers of 2.0 and 1e3 where whole ones belong, and refuses what is no number.
-
-    Args:
-        values: is changed.
-        kinds: name -> `int` or `float`; names of other types are passed over.
-        where: to tell where an error is.
-    """
-    for name, value in values.items():
-        kind = kinds.get(name)
-        if kind not in (int, float):
-            continue
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or (kind is int and not float(value).is_integer()):
-            raise ValueError(f"{where}: `{name}` must be a {'whole ' * (kind is int)}number, got {value!r}.")
-        values[name] = int(value) if kind is int else value
+        both = isinstance(value, dict) and name in settings
+        settings[name] = settings[name] | value if both else value
+    return validate(Pretraining, settings, str(path))

@@ -340,10 +340,10 @@ def pretrain(
 
     Repeated, a training that broke off goes on. On several GPUs: accelerate launch -m diffllama pretrain CONFIG.yaml
     """
-    from diffllama.training.settings import read_sections
-
-    read_sections(config)  # most mistakes are found before seconds of imports
     with needs("train"):
+        from diffllama.training.settings import read_sections
+
+        read_sections(config)  # most mistakes are found before seconds of imports
         from accelerate import PartialState
 
         from diffllama.training.pretraining import pretrain as run  # takes seconds to import

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from diffllama.training import packed, packing
+from diffllama.training import load_packed_dataset, packing
 from diffllama.training.packing import fingerprint, pack, read_documents
 from support.tiny_models import tiny_tokenizer
 
@@ -126,7 +126,7 @@ def test_a_dataset_is_read_with_its_split_and_column() -> None:
 
 def test_what_was_packed_once_is_read_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     def sequences(length: int = 4, **source: Any) -> list[list[int]]:
-        return packed(tiny_tokenizer(), length, files="texts", **source)["input_ids"]
+        return load_packed_dataset(tiny_tokenizer(), length, files="texts", **source)["input_ids"]
 
     write("texts/a.txt", "w7 w8 w9 w10 w11 w12 w13")
     first = sequences()
@@ -150,9 +150,9 @@ def test_another_dataset_or_tokenizer_of_the_same_name_is_not_taken_for_the_same
     for folder, expected in (("a", [7, 8, 9, END]), ("b", [9, 8, 7, END])):
         with monkeypatch.context() as patch:
             patch.chdir(folder)
-            assert packed(TOKENIZER, 4, dataset="data")["input_ids"] == [expected]
+            assert load_packed_dataset(TOKENIZER, 4, dataset="data")["input_ids"] == [expected]
     write("b/data/train.jsonl", "w8 w8 w8")
-    assert packed(TOKENIZER, 4, dataset="b/data")["input_ids"] == [[8, 8, 8, END]]
+    assert load_packed_dataset(TOKENIZER, 4, dataset="b/data")["input_ids"] == [[8, 8, 8, END]]
 
     class Slow:
         is_fast, eos_token_id = False, END
@@ -174,19 +174,19 @@ def test_a_dataset_of_the_hub_is_read_at_one_commit(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         "diffllama.training.packing.HfApi.dataset_info", lambda self, *a, **k: asked.append((a, k)) or Info
     )
-    first = fingerprint(TOKENIZER, 4, **packing.pin({"dataset": "user/data", "revision": "main"}))
+    first = fingerprint(TOKENIZER, 4, **packing.resolve_revision({"dataset": "user/data", "revision": "main"}))
     assert asked == [(("user/data",), {"revision": "main"})]
-    assert packing.pin({"dataset": "user/data"}) == {"dataset": "user/data", "revision": "1" * 40}
-    assert packing.pin({"dataset": "user/data", "revision": "1" * 40})["revision"] == "1" * 40
+    assert packing.resolve_revision({"dataset": "user/data"}) == {"dataset": "user/data", "revision": "1" * 40}
+    assert packing.resolve_revision({"dataset": "user/data", "revision": "1" * 40})["revision"] == "1" * 40
     assert len(asked) == 2  # what is a commit is not asked for
     Info.sha = "2" * 40  # the branch moves
-    assert fingerprint(TOKENIZER, 4, **packing.pin({"dataset": "user/data", "revision": "main"})) != first
+    assert fingerprint(TOKENIZER, 4, **packing.resolve_revision({"dataset": "user/data", "revision": "main"})) != first
 
     def offline(*args: Any, **kwargs: Any) -> Any:
         raise ConnectionError
 
     monkeypatch.setattr("diffllama.training.packing.HfApi.dataset_info", offline)
-    assert packing.pin({"dataset": "user/data"}) == {"dataset": "user/data"}
+    assert packing.resolve_revision({"dataset": "user/data"}) == {"dataset": "user/data"}
 
 
 def test_what_broke_off_is_not_taken_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,8 +199,8 @@ def test_what_broke_off_is_not_taken_for_the_whole(monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(packing, "read_documents", breaks_off)
         with pytest.raises(KeyboardInterrupt):
-            packed(TOKENIZER, 4, files="texts")
-    assert len(packed(TOKENIZER, 4, files="texts")) == 2
+            load_packed_dataset(TOKENIZER, 4, files="texts")
+    assert len(load_packed_dataset(TOKENIZER, 4, files="texts")) == 2
 
 
 @pytest.mark.parametrize(
@@ -232,14 +232,14 @@ def test_what_cannot_be_read_is_named(source: dict[str, Any], message: str) -> N
     Path("numbers.jsonl").write_text('{"text": 3}')
     Path("latin.txt").write_bytes("café".encode("latin-1"))
     with pytest.raises(ValueError, match=message):
-        packed(TOKENIZER, 4, **source)
+        load_packed_dataset(TOKENIZER, 4, **source)
 
 
 def test_a_tokenizer_must_be_able_to_end_a_document() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="needs an `eos_token`"):
-        packed(tokenizer, 4, files=write("a.txt", "w7"))
+        load_packed_dataset(tokenizer, 4, files=write("a.txt", "w7"))
 
 
 def test_a_fingerprint_is_of_what_is_read_however_that_is_written(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_a_stream_has_the_sequences_of_packed_and_goes_on_after_any_of_them(
 ) -> None:
     monkeypatch.setattr(packing, "BATCH", 150)  # characters: a sequence begins in one batch and ends in another
     folder = dataset(suffix)
-    rows = packed(TOKENIZER, 8, dataset=folder)["input_ids"]
+    rows = load_packed_dataset(TOKENIZER, 8, dataset=folder)["input_ids"]
     assert len(rows) > 40
     count = int(1.5 * len(rows))  # into the second epoch
     expected = (2 * rows[5:])[:count]

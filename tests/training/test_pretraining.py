@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 from diffllama import DiffLlamaForCausalLM
 from diffllama.checkpoints.files import locked
-from diffllama.cli import app
-from diffllama.training import last_checkpoint, packed, pretrain
+from diffllama.cli import app, main
+from diffllama.training import last_checkpoint, load_packed_dataset, pretrain
 from diffllama.training.pretraining import make_record, read_settings, resolve_source, training_arguments
 from support import subprocess_runner
 from support.tiny_models import tiny_model, tiny_tokenizer
@@ -138,7 +138,7 @@ def test_one_switch_trains_the_matched_transformer_on_the_same_tokens(variant: s
 def test_sequences_held_out_are_evaluated_on_and_not_trained_on(whole: Path) -> None:
     settings = SETTINGS | {"data": {"files": "texts", "evaluation_sequences": 10}}
     folder = pretrain(write("held-out", settings, eval_strategy="steps", eval_steps=9))
-    rows = torch.tensor(packed(tiny_tokenizer(), 16, files="texts")["input_ids"])
+    rows = torch.tensor(load_packed_dataset(tiny_tokenizer(), 16, files="texts")["input_ids"])
     logits = AutoModelForCausalLM.from_pretrained(folder)(rows[-10:]).logits
     loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), rows[-10:, 1:].flatten())
     assert history(folder, "eval_loss") == [pytest.approx(loss.item(), rel=1e-5)]
@@ -311,11 +311,11 @@ def test_a_second_run_into_one_folder_is_refused_and_a_dead_runs_lock_is_not_in_
 def test_a_run_begun_online_goes_on_offline_at_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def pin(source: dict[str, Any]) -> dict[str, Any]:
+    def resolve_revision(source: dict[str, Any]) -> dict[str, Any]:
         asked.append(source)
         return source | {"revision": "1" * 40}
 
-    monkeypatch.setattr("diffllama.training.pretraining.pin", pin)
+    monkeypatch.setattr("diffllama.training.pretraining.resolve_revision", resolve_revision)
     folder, source = Path("online"), {"dataset": "user/data", "revision": "main"}
     settings = SETTINGS | {"data": source}
     resolved = resolve_source(source, folder)
@@ -373,7 +373,7 @@ def test_a_streamed_run_learns_the_sequences_of_the_stream_in_order(streamed: Pa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "training_step", spy)
         pretrain(write("streamed-again", STREAMED, **EVALUATED), of_baseline=True)
-    rows = packed(tiny_tokenizer(), 16, dataset="rows")["input_ids"]
+    rows = load_packed_dataset(tiny_tokenizer(), 16, dataset="rows")["input_ids"]
     assert len(rows) < 9 * 8 + 3
     assert learned == (2 * rows[3:])[: 9 * 8]
 
@@ -382,7 +382,7 @@ def test_a_streamed_run_learns_the_sequences_of_the_stream_in_order(streamed: Pa
     ("changes", "message"),
     [
         ({"data": {"files": "texts", "streaming": True}}, "`data.streaming` needs `data.dataset`"),
-        ({"data": {"dataset": "rows", "streaming": "yes"}}, "`data.streaming` must be true or false, got 'yes'"),
+        ({"data": {"dataset": "rows", "streaming": "yes"}}, "`data.streaming` must be a valid boolean, got 'yes'"),
         ({"data": STREAMED["data"] | {"max_tokens": 99}}, "`data.max_tokens` does not go with `data.streaming`"),
         ({"training": {"max_steps": -1}}, "`data.streaming` needs `training.max_steps`"),
         ({"training": {"max_steps": 3, "dataloader_num_workers": 1}}, "`training.dataloader_num_workers` must be 0"),
@@ -464,7 +464,7 @@ def test_a_nan_stops_it_with_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
         ("- a list", "must have the sections recipe, model, .* got list"),
         ("model: {", "is no YAML"),
         ({"modle": {}}, r"there is no field `modle`; did you mean `model`\?"),
-        ({"model": None}, "`model` must be a section with fields, got None"),
+        ({"model": None}, "`model` must be a valid dictionary, got None"),
         ({"model": {"hiden_size": 3}}, r"`model`: there is no field `hiden_size`; did you mean `hidden_size`\?"),
         ({"model": {"preset": "4b"}}, "No preset '4b'. Known: 3b, "),
         ({"model": {"preset": "3b", "from": "base"}}, "`preset` or `from`, not both"),
@@ -479,25 +479,25 @@ def test_a_nan_stops_it_with_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
             },
             "must leave some to train on: 1000000 of ",
         ),
-        ({"sequence_length": "long"}, "`sequence_length` must be a whole number, got 'long'"),
-        ({"sequence_length": True}, "`sequence_length` must be a whole number, got True"),
-        ({"sequence_length": 1}, "`sequence_length` must be 2 at least, got 1"),
-        ({"tokens_per_step": 0}, "`tokens_per_step` must be 2 at least, got 0"),
-        ({"tokens_per_step": float("inf")}, "`tokens_per_step` must be a whole number, got inf"),
-        ({"data": {"files": "texts", "evaluation_sequences": -4}}, "`evaluation_sequences` must be 0 at least, got -4"),
-        ({"sequence_length": 16.5}, "`sequence_length` must be a whole number, got 16.5"),
+        ({"sequence_length": "long"}, "`sequence_length` must be a valid integer, got 'long'"),
+        ({"sequence_length": True}, "`sequence_length` must be a valid integer, got True"),
+        ({"sequence_length": 1}, "`sequence_length` must be greater than or equal to 2, got 1"),
+        ({"tokens_per_step": 0}, "`tokens_per_step` must be greater than or equal to 2, got 0"),
+        ({"tokens_per_step": float("inf")}, "`tokens_per_step` must be a valid integer, got inf"),
+        ({"data": {"files": "texts", "evaluation_sequences": -4}}, "must be greater than or equal to 0, got -4"),
+        ({"sequence_length": 16.5}, "`sequence_length` must be a valid integer, got 16.5"),
         (
             {"model": MODEL | {"max_position_embeddings": 8}},
             "must be 8 at most, the `model.max_position_embeddings`, got 16",
         ),
-        ({"data": {"files": "texts", "evaluation_sequences": "4"}}, "`evaluation_sequences` must be a whole number"),
+        ({"data": {"files": "texts", "evaluation_sequences": "4"}}, "`data.evaluation_sequences` must be a valid int"),
         ({"data": {"files": "texts", "evaluation_sequences": 4}}, "need each other; only one is set"),
         ({"data": {"files": []}}, r"`data.files` must be a path, folder or pattern, or a list of them, got \[\]"),
         ({"training": {"per_device_train_batch_size": 0, "output_dir": "x"}}, r"`per_device_train_batch_size` 0 ×"),
-        ({"training": {"learning_rate": "fast", "output_dir": "x"}}, "`learning_rate` must be a number, got 'fast'"),
+        ({"training": {"learning_rate": "fast", "output_dir": "x"}}, "`learning_rate` must be a valid number, got"),
         ({"training": SETTINGS["training"] | {"save_only_model": True}}, "`training.save_only_model` must be false"),
         ({"training": {"output_dir": "texts/1.txt", "use_cpu": True}}, r"must be a folder, texts/1\.txt is a file"),
-        ("model: {}\nmodel: {}", "`model` is there twice"),
+        ("model: {}\nmodel: {}", "found duplicate key .model."),
         ({"recipe": ["scaling"]}, r"No recipe \['scaling'\]"),
         ({"model": {"from": "llama"}}, "`model.from` must be a differential model, got llama, a llama"),
         ({"tokens_per_step": 100}, r"multiple of 64 \(`per_device_train_batch_size` 4 × `sequence_length` 16 × 1 pro"),
@@ -536,21 +536,20 @@ def test_a_section_that_is_missing_is_named() -> None:
         pretrain("missing.yaml")
 
 
-def test_the_command_line_trains_and_names_mistakes_in_one_line(whole: Path) -> None:
+def test_pretrain_command_trains_and_names_a_mistake_in_one_line(
+    whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = CliRunner().invoke(
         app, ["pretrain", str(write("line", max_steps=1)), "--baseline"], catch_exceptions=False
     )
     assert result.exit_code == 0
     assert Path("line-baseline/model.safetensors").is_file()
-    result = subprocess.run(
-        [sys.executable, "-m", "diffllama", "pretrain", str(write("line", lr=1))],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 1
-    assert result.stderr.strip().endswith("`training`: there is no field `lr`.")
-    assert "Traceback" not in result.stderr
+    monkeypatch.setattr(sys, "argv", ["diffllama", "pretrain", str(write("line", lr=1))])
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    captured = capsys.readouterr().err
+    assert captured.strip().endswith("`training`: there is no field `lr`.")
+    assert "Traceback" not in captured
 
 
 def test_what_is_missing_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -566,7 +565,7 @@ def test_mistakes_are_named_before_libraries_are_imported() -> None:
     code = """
 import sys
 from typer.testing import CliRunner
-from diffllama.cli import app
+from diffllama.cli import app, main
 for name in ("nonesuch.yaml", "early.yaml"):
     facts[name] = str(CliRunner().invoke(app, ["pretrain", name]).exception)
 facts["imported"] = sorted({"transformers", "datasets"} & set(sys.modules))
