@@ -18,11 +18,14 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from transformers import Trainer, TrainingArguments
 
 from diffllama import DiffLlamaForCausalLM
+from support import subprocess_runner
 from support.accelerate_configs import NO_DEEPSPEED, environment, launch_arguments
 from support.tiny_models import VARIANTS, tiny_model, tokens
 
 
 pytestmark = pytest.mark.slow
+
+TESTS = Path(__file__).parents[1]
 
 TRAIN = """
 import json, os, sys
@@ -30,7 +33,7 @@ import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from safetensors.torch import save_file
 from support.tiny_models import VARIANTS, tokens
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from diffllama import DiffLlamaForCausalLM
 from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention
 from diffllama.training import DifferentialStatsCallback, StopOnNonFiniteCallback
@@ -60,8 +63,8 @@ def train(variant, name, environment):
         PartialState(backend="gloo")
     folder = f"{variant}/{name}"
     arguments = TrainingArguments(
-        folder, max_steps=20, per_device_train_batch_size=4 // processes, learning_rate=1e-3, logging_steps=1,
-        save_steps=10, lr_scheduler_type="constant", report_to=[], seed=1, use_cpu=not zero, disable_tqdm=True,
+        folder, max_steps=6, per_device_train_batch_size=4 // processes, learning_rate=1e-3, logging_steps=1,
+        save_steps=3, lr_scheduler_type="constant", report_to=[], seed=1, use_cpu=not zero, disable_tqdm=True,
         accelerator_config={"use_configured_state": zero}, ddp_backend="gloo" if processes > 1 else None,
     )
     if fsdp:  # accelerate shards on GPUs alone; told that it has some, it shards on CPUs
@@ -92,45 +95,39 @@ def train(variant, name, environment):
 for name, environment in json.loads(sys.argv[1]).items():
     for variant in VARIANTS:
         train(variant, name, environment)
-if processes > 1:
-    torch.distributed.barrier()  # none leaves while another needs it
-    torch.distributed.destroy_process_group()
-"""
 
-INFER = """
-import os, sys
-import diffllama, torch
-from safetensors.torch import save_file
-from support.tiny_models import VARIANTS, tokens
-from transformers import AutoModelForCausalLM
-
-for variant in VARIANTS:
-    model = AutoModelForCausalLM.from_pretrained(variant, tp_plan="auto").eval()
+for variant in VARIANTS if processes > 1 else ():  # heads in parallel
+    model = AutoModelForCausalLM.from_pretrained(f"{variant}/begin", tp_plan="auto").eval()
     layer = model.model.layers[0].self_attn
     mine, heads = layer.q_proj.weight, model.config.num_attention_heads
     mine = mine.to_local() if hasattr(mine, "to_local") else mine
     with torch.no_grad():
         logits = model(tokens(2, 9)).logits
-        written = model.generate(tokens(2, 5), max_new_tokens=8, do_sample=False)
+        answer = model.generate(tokens(2, 5), max_new_tokens=8, do_sample=False)
     if os.environ["RANK"] == "0":
         assert 2 * len(mine) == heads * layer.map_dim, mine.shape
-        save_file({"logits": logits, "written": written}, f"{variant}.safetensors")
-torch.distributed.barrier()  # none leaves while another needs it
-torch.distributed.destroy_process_group()
+        save_file({"logits": logits, "answer": answer}, f"{variant}/parallel.safetensors")
+if processes > 1:
+    torch.distributed.barrier()  # none leaves while another needs it
+    torch.distributed.destroy_process_group()
 """
 
 
-def run(code: str, *arguments: object, processes: int, work: Path) -> None:
-    """Runs code in one or more processes, which find each other by gloo."""
-    program = work / f"program{processes}.py"
-    program.write_text(code)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(launcher if processes > 1 else []), str(program), *map(str, arguments)]
+def run(environments: dict[str, dict[str, str]], processes: int, work: Path) -> None:
+    """Runs `TRAIN` in one or more processes, which find each other by gloo."""
     env = os.environ | {
-        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "PYTHONPATH": str(TESTS),
         "CUDA_VISIBLE_DEVICES": "",
         "ACCELERATE_TORCH_DEVICE": "cpu",  # else cpu:0, to which transformers 5.6 loads no checkpoint
     }
+    if processes == 1:
+        path = f"import sys; sys.path.insert(0, {str(TESTS)!r})"
+        subprocess_runner.run(path + TRAIN, json.dumps(environments), environment=env, cwd=work)
+        return
+    program = work / "program.py"
+    program.write_text(TRAIN)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *launcher, str(program), json.dumps(environments)]
     result = subprocess.run(command, env=env, cwd=work, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr[-8000:]
 
@@ -157,7 +154,7 @@ RUNS: dict[str, tuple[int, str, dict[str, str]]] = {
     "two, then one": (1, "two", {}),
     "sharded, then one": (1, "sharded", {}),
 }
-"""How many processes, whose run they take up after ten of the twenty steps, and what accelerate tells them.
+"""How many processes, whose run they take up after three of the six steps, and what accelerate tells them.
 
 Neighbours of as many processes run in the same ones.
 """
@@ -197,19 +194,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for variant, name in itertools.product(VARIANTS, environments):
             if begun := RUNS[name][1]:
                 checkpoint = work / variant / name / "begun"
-                shutil.copytree(work / variant / begun / "checkpoint-10", checkpoint)
+                shutil.copytree(work / variant / begun / "checkpoint-3", checkpoint)
                 if (name in CUT) != (begun in CUT):
                     translate(checkpoint)
-        run(TRAIN, json.dumps(environments), processes=processes, work=work)
-    return work
-
-
-@pytest.fixture(scope="module")
-def inferred(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    work = tmp_path_factory.mktemp("inferred")
-    for variant in VARIANTS:
-        tiny_model(variant, attn_implementation="sdpa").save_pretrained(work / variant)
-    run(INFER, processes=2, work=work)
+        run(environments, processes, work)
     return work
 
 
@@ -223,7 +211,7 @@ def saved(trained: Path, variant: str, name: str) -> DiffLlamaForCausalLM:
     """What a run has saved, in one process."""
     folder = trained / variant / name
     if not (folder / "model.safetensors").exists():  # each process has saved its shards
-        merge_fsdp_weights(str(folder / "checkpoint-20" / "pytorch_model_fsdp_0"), str(folder))
+        merge_fsdp_weights(str(folder / "checkpoint-6" / "pytorch_model_fsdp_0"), str(folder))
         shutil.copy(trained / variant / "begin" / "config.json", folder)
     return DiffLlamaForCausalLM.from_pretrained(folder)
 
@@ -232,7 +220,7 @@ def saved(trained: Path, variant: str, name: str) -> DiffLlamaForCausalLM:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_processes_train_as_one_does_and_take_up_what_others_began(variant: str, name: str, trained: Path) -> None:
     losses, alone = (facts(trained, variant, each)["losses"] for each in (name, "one"))
-    assert len(losses) == 20
+    assert len(losses) == 6
     assert losses == pytest.approx(alone, rel=1e-5)
     weights, expected = (saved(trained, variant, each).state_dict() for each in (name, "one"))
     assert weights.keys() == expected.keys()
@@ -244,7 +232,7 @@ def test_processes_train_as_one_does_and_take_up_what_others_began(variant: str,
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_they_measure_how_far_the_maps_are_apart_as_one_does(variant: str, name: str, trained: Path) -> None:
     cosines, alone = (facts(trained, variant, each)["cosines"] for each in (name, "one"))
-    assert len(cosines) == 21
+    assert len(cosines) == 7
     assert cosines == pytest.approx(alone, abs=1e-4)
 
 
@@ -278,8 +266,8 @@ def test_what_they_save_has_the_models_code(variant: str, name: str, trained: Pa
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_deepspeed_puts_its_shards_together_to_the_same_weights(variant: str, name: str, trained: Path) -> None:
     zero_to_fp32 = pytest.importorskip("deepspeed.utils.zero_to_fp32", reason=NO_DEEPSPEED)
-    checkpoint = trained / variant / name / "checkpoint-20"
-    assert len(list(checkpoint.glob("global_step20/*optim_states.pt"))) == 2
+    checkpoint = trained / variant / name / "checkpoint-6"
+    assert len(list(checkpoint.glob("global_step6/*optim_states.pt"))) == 2
     together = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(checkpoint)
     for tensor, expected in saved(trained, variant, name).state_dict().items():
         assert torch.equal(together[tensor], expected)
@@ -296,8 +284,8 @@ def test_sharded_in_bfloat16_weights_and_lambda_stay_in_float32(variant: str, tr
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
-def test_heads_in_parallel_compute_what_one_process_computes(variant: str, inferred: Path) -> None:
-    model = tiny_model(variant, attn_implementation="sdpa")
-    answer = load_file(inferred / f"{variant}.safetensors")
-    torch.testing.assert_close(answer["logits"], model(tokens(2, 9)).logits, rtol=0, atol=2e-5)
-    assert torch.equal(answer["written"], model.generate(tokens(2, 5), max_new_tokens=8, do_sample=False))
+def test_heads_in_parallel_compute_what_one_process_computes(variant: str, trained: Path) -> None:
+    model = DiffLlamaForCausalLM.from_pretrained(trained / variant / "begin", attn_implementation="sdpa")
+    parallel = load_file(trained / variant / "parallel.safetensors")
+    torch.testing.assert_close(parallel["logits"], model(tokens(2, 9)).logits, rtol=0, atol=2e-5)
+    assert torch.equal(parallel["answer"], model.generate(tokens(2, 5), max_new_tokens=8, do_sample=False))
