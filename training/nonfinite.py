@@ -41,9 +41,9 @@ class StopOnNonFiniteCallback(TrainerCallback):
             largest = largest.full_tensor()
         if not torch.isfinite(largest):
             raise FloatingPointError(
-                f"Step {state.global_step + 1}: the gradients are not finite (NaN or infinite). Its batch was not "
-                f"learned: the weights are those of step {state.global_step}. Look at what it read, the learning rate "
-                f"and mixed precision, and resume from the last checkpoint in {args.output_dir}."
+                f"Step {state.global_step + 1}: the gradients are not finite (NaN or infinite). No update was "
+                f"applied: the weights are those of step {state.global_step}. Check its batch, the learning rate and "
+                f"mixed precision, and resume from the last checkpoint in {args.output_dir}."
             )
 
     def on_log(self, args: TrainingArguments, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
