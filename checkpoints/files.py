@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 NAMES = ("model.safetensors", "pytorch_model.bin")
 """What transformers calls a folder's weights, or with `.index.json` behind it, the index of their shards."""
 
-COMPANIONS = (
+AUXILIARY_FILES = (
     "tokenizer*.json",
     "tokenizer.model*",
     "*.tiktoken",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from diffllama.checkpoints.files import COMPANIONS
+from diffllama.checkpoints.files import AUXILIARY_FILES
 
 
 LOCK = "diffllama.lock"
@@ -22,7 +22,7 @@ REPOSITORIES = (".git", ".hg", ".svn", ".jj", ".bzr")
 MODEL_FILES = (
     *("config.json", "conversion.json", "training.json", "evaluation.json", "README.md", "*.py", ".gitattributes"),
     *("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json"),
-    *COMPANIONS,
+    *AUXILIARY_FILES,
 )
 """What a model folder is made of."""
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
 
 from diffllama.checkpoints.errors import CheckpointError, VerificationError, lines
-from diffllama.checkpoints.files import COMPANIONS, NAMES, TOKENIZER_FILES, leads_out
+from diffllama.checkpoints.files import AUXILIARY_FILES, NAMES, TOKENIZER_FILES, leads_out
 from diffllama.checkpoints.json_files import read_json, write_json
 from diffllama.checkpoints.reading import Checkpoint, TensorsInMemory, open_checkpoint
 from diffllama.checkpoints.versions import is_code_licence
@@ -61,13 +61,13 @@ def expected_tensors(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def copy_companions(src: Path, folder: Path) -> None:
-    """Copies the files of a folder `src` that `COMPANIONS` names, but for the licence of our code.
+def copy_auxiliary_files(src: Path, folder: Path) -> None:
+    """Copies the files of a folder `src` that `AUXILIARY_FILES` names, but for the licence of our code.
 
     Raises:
         ValueError: one of them is a link out of the folder, or is called .json and is no JSON object.
     """
-    for pattern in COMPANIONS:
+    for pattern in AUXILIARY_FILES:
         for file in src.glob(pattern):
             if leads_out(file, src):
                 raise ValueError(f"{file} is a link out of its folder, to {os.path.realpath(file)}. Put a file there.")
@@ -78,7 +78,7 @@ def copy_companions(src: Path, folder: Path) -> None:
                 shutil.copyfile(file, folder / file.relative_to(src))
 
 
-def separate_head(checkpoint: Checkpoint, *configs: PreTrainedConfig) -> None:
+def resolve_tied_lm_head(checkpoint: Checkpoint, *configs: PreTrainedConfig) -> None:
     """Makes tied embeddings and the checkpoint agree: an output layer beside them is dropped if it is the same, and
     unties them if it is another."""
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
@@ -286,16 +286,16 @@ class TransformersSource:
                 f"The tokenizer in {self.src} does not load, or not without code of its own: {error}"
             ) from error
 
-    def save_companions(self, folder: Path) -> None:
+    def save_auxiliary_files(self, folder: Path) -> None:
         """Puts tokenizer, chat template and settings for generation into a folder: untouched, if they are files."""
         if self.src.is_file():
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
             self.gguf_model.generation_config.save_pretrained(folder)
         else:
-            copy_companions(self.src, folder)
+            copy_auxiliary_files(self.src, folder)
 
-    def settle_tokenizer(self, folder: Path) -> None:
+    def pin_tokenizer_class(self, folder: Path) -> None:
         """Makes the tokenizer in a folder load as the source's does.
 
         transformers chooses a tokenizer's class by the model type too, which is another one now: where that makes a

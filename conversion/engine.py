@@ -15,18 +15,18 @@ import torch
 from transformers import PreTrainedConfig
 
 from diffllama.checkpoints.errors import VerificationError
-from diffllama.checkpoints.files import COMPANIONS, NAMES, check_space, locate
+from diffllama.checkpoints.files import AUXILIARY_FILES, NAMES, check_space, locate
 from diffllama.checkpoints.folders import check_apart, check_free, new_folder
 from diffllama.checkpoints.json_files import write_json
-from diffllama.checkpoints.models import common_dtype, expected_tensors, has_chat_template, separate_head
+from diffllama.checkpoints.models import common_dtype, expected_tensors, has_chat_template, resolve_tied_lm_head
 from diffllama.checkpoints.options import DTYPES, shard_size
 from diffllama.checkpoints.reading import check_tensors
 from diffllama.checkpoints.versions import VERSION
 from diffllama.checkpoints.writing import Progress, Step, write_shards
-from diffllama.conversion.recipes import Recipe, find_recipe
+from diffllama.conversion.converters import Converter, find_converter
 from diffllama.conversion.transformers_models import ComparableSource, TransformersResult
 from diffllama.conversion.unilm import AttentionResult, UnilmResult, UnilmSource
-from diffllama.conversion.verification import Verification, compare, free_memory, promise
+from diffllama.conversion.verification import Verification, compare, free_memory, tolerance_for
 from diffllama.conversion.weight_map import is_dropped, plan
 from diffllama.hub_cards.cards import CARD, ModelFacts, inherited_metadata, model_card, updated
 from diffllama.hub_cards.code import code_licence
@@ -40,7 +40,7 @@ def convert(
     source: str | None = None,
     target: str | None = None,
     variant: str | None = None,
-    pairing: str | None = None,
+    gqa_layout: str | None = None,
     revision: str | None = None,
     dtype: str = "auto",
     verify: bool | None = None,
@@ -61,8 +61,8 @@ def convert(
         source: what `src` is, one of `SOURCES`.
         target: what `src`, a folder of ours, is to become, one of `TARGETS`. Give either `source` or `target`.
         variant: for source="llama": `"v2"` (default), bit-equal, or `"v1"`, a warm start, which is another function.
-        pairing: for source="unilm-v1" with grouped queries: `"flash"` (default), or `"plain"` if it was trained with
-            `multihead_diffattn.py`.
+        gqa_layout: for source="unilm-v1" with grouped queries: `"grouped"` (default), or `"repeated"` if it was trained
+            with `multihead_diffattn.py`.
         revision: branch, tag or commit of a repository of the Hub.
         dtype: one of `DTYPES`; `"auto"` keeps that of every tensor (a GGUF file is expanded to float32).
         verify: whether to compute both sides' outputs and compare them before the folder appears; by default if the
@@ -84,7 +84,7 @@ def convert(
         OSError: the disk is too small, which is found before anything is written, or cannot be written.
         ImportError: `src` is a GGUF file and the packages of the extra `gguf` are not installed.
     """
-    recipe = find_recipe(source, target, variant, pairing)
+    converter = find_converter(source, target, variant, gqa_layout)
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}.")
     shard_size(max_shard_size)
@@ -92,12 +92,12 @@ def convert(
     check_apart(src, dest)
     check_free(dest, overwrite)
 
-    opened = recipe.source(src)
-    config = recipe.convert_config(opened.config)  # refuses before any weight is read
+    opened = converter.source(src)
+    config = converter.convert_config(opened.config)  # refuses before any weight is read
     checkpoint = opened.checkpoint
-    separate_head(checkpoint, opened.config, config)
+    resolve_tied_lm_head(checkpoint, opened.config, config)
     ours = opened.config if target else config
-    weight_map, expected = recipe.weight_map(ours), opened.expected()
+    weight_map, expected = converter.weight_map(ours), opened.expected()
     for name in checkpoint.tensors.keys() - expected.keys():
         if is_dropped(name, weight_map):
             checkpoint.drop(name)
@@ -105,10 +105,10 @@ def convert(
     config.dtype = getattr(torch, dtype) if dtype != "auto" else config.dtype or common_dtype(checkpoint)
     cast = None if dtype == "auto" else config.dtype
     steps = plan(checkpoint.tensors, weight_map, ours, cast)
-    for name, make in recipe.new_weights(config).items():
+    for name, make in converter.new_weights(config).items():
         steps[name] = new_step(make, config.dtype)
     part = isinstance(opened, UnilmSource) and opened.attention_only
-    result = AttentionResult() if part else recipe.result
+    result = AttentionResult() if part else converter.result
     if isinstance(result, TransformersResult) and not part:
         made = {name: step.result for name, step in steps.items()}
         check_tensors(made, expected_tensors(config), f"What {src} becomes")
@@ -116,11 +116,11 @@ def convert(
 
     with new_folder(dest, overwrite) as folder:
         fingerprint = write_shards(folder, steps, checkpoint, max_shard_size, result.stem, progress)
-        opened.save_companions(folder)
+        opened.save_auxiliary_files(folder)
         result.save_config(config, folder)
         if not isinstance(result, UnilmResult):
-            opened.settle_tokenizer(folder)
-        verification = verified(verify, recipe, opened, result, config, cast, folder)
+            opened.pin_tokenizer_class(folder)
+        verification = verified(verify, converter, opened, result, config, cast, folder)
         record = {
             "tool": f"diffllama {VERSION}",
             "source": {"format": source or DiffLlamaConfig.model_type, "model_type": opened.config.model_type}
@@ -131,7 +131,7 @@ def convert(
                 "variant": ours.diff_variant,
                 "fingerprint": fingerprint,
             },
-            "options": {"variant": variant, "pairing": pairing, "dtype": dtype},
+            "options": {"variant": variant, "gqa_layout": gqa_layout, "dtype": dtype},
             "verification": verification,
         }
         write_json(folder / "conversion.json", record)
@@ -152,7 +152,7 @@ def convert(
 def source_files(src: str | os.PathLike[str], revision: str | None) -> Path:
     """The path of a source, whose weights are downloaded in one format if they are in several; raises as `locate`."""
     safe, pickled = (name.partition(".")[0] for name in NAMES)
-    path = locate(src, revision, ["config.json", CARD, f"{safe}*.safetensors", f"{safe}*.index.json", *COMPANIONS])
+    path = locate(src, revision, ["config.json", CARD, f"{safe}*.safetensors", f"{safe}*.index.json", *AUXILIARY_FILES])
     if path.is_dir() and not list(path.glob("*.safetensors")):
         path = locate(src, revision, [f"{pickled}*"])
     return path
@@ -173,7 +173,7 @@ def new_step(make: Callable[[], torch.Tensor], dtype: torch.dtype) -> Step:
 
 def verified(
     wanted: bool | None,
-    recipe: Recipe,
+    converter: Converter,
     source: ComparableSource | UnilmSource,
     result: TransformersResult | UnilmResult,
     config: PreTrainedConfig,
@@ -186,7 +186,7 @@ def verified(
     """
     if wanted is False:
         return {"skipped": "not asked for"}
-    dtype, tolerance = promise(config.dtype, recipe.bit_equal, recipe.exact)
+    dtype, tolerance = tolerance_for(config.dtype, converter.bit_equal, converter.exact)
     needed, free = 1.5 * sum(file.stat().st_size for file in folder.glob("*.safetensors")), free_memory()
     needed *= dtype.itemsize / config.dtype.itemsize
     if wanted is None and needed > free:

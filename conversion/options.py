@@ -13,12 +13,12 @@ Source = Literal["llama", "transformers", "unilm-v1", "unilm-v2"]
 Target = Literal["transformers", "unilm-v1", "unilm-v2"]
 """What ours can become: `transformers` and `unilm-v1` if it is V1, `unilm-v2` if it is V2."""
 
-Pairing = Literal["flash", "plain"]
+GqaLayout = Literal["grouped", "repeated"]
 
-SOURCES, TARGETS, PAIRINGS = map(get_args, (Source, Target, Pairing))
+SOURCES, TARGETS, GQA_LAYOUTS = map(get_args, (Source, Target, GqaLayout))
 
 
-def check_conversion(source: str | None, target: str | None, variant: str | None, pairing: str | None) -> None:
+def check_conversion(source: str | None, target: str | None, variant: str | None, gqa_layout: str | None) -> None:
     """Raises `ValueError` if there is no conversion that these arguments of `convert` name."""
     if (source is None) == (target is None):
         raise ValueError(f"Give `source` (one of {', '.join(SOURCES)}) or `target` (one of {', '.join(TARGETS)}).")
@@ -31,7 +31,7 @@ def check_conversion(source: str | None, target: str | None, variant: str | None
         )
     for option, value, known, owner in (
         ("variant", variant, VARIANTS, "llama"),
-        ("pairing", pairing, PAIRINGS, "unilm-v1"),
+        ("gqa_layout", gqa_layout, GQA_LAYOUTS, "unilm-v1"),
     ):
         if value is not None and (value not in known or source != owner):
             raise ValueError(

@@ -22,13 +22,13 @@ from safetensors.torch import load_file
 from diffllama.checkpoints.errors import CheckpointError, lines
 from diffllama.checkpoints.files import NAMES
 from diffllama.checkpoints.json_files import read_json
-from diffllama.checkpoints.models import check_layers, check_sizes, copy_companions, expected_tensors
+from diffllama.checkpoints.models import check_layers, check_sizes, copy_auxiliary_files, expected_tensors
 from diffllama.checkpoints.options import Variant
 from diffllama.checkpoints.reading import SUFFIXES, Checkpoint, TensorFile, open_checkpoint
 from diffllama.conversion import unilm_reference
 from diffllama.conversion.llama import BODY
 from diffllama.conversion.operations import half_from_interleaved, interleaved_from_half, repeat_keys, repeat_values
-from diffllama.conversion.options import Pairing
+from diffllama.conversion.options import GqaLayout
 from diffllama.conversion.transformers_diffllama import LAMBDAS, refuse
 from diffllama.conversion.transformers_models import TransformersResult
 from diffllama.conversion.verification import Outputs, token_ids
@@ -48,12 +48,12 @@ _OUT_PROJ, _SUBLN = f"{_ATTENTION}out_proj.weight", f"{_ATTENTION}subln.weight"
 _FROM: WeightMap = {name: Rule(name, (half_from_interleaved,)) for name in (_QUERY, _KEY)}
 _TO: WeightMap = {name: Rule(name, (interleaved_from_half,)) for name in (_QUERY, _KEY)}
 FROM_UNILM: dict[tuple[str, str], WeightMap] = {
-    ("v1", "flash"): {**_V1, **_FROM, _OUT_PROJ: Rule(_OUTPUT), _SUBLN: Rule(_NORM)},
-    ("v2", "flash"): {**_V2, **_FROM},
+    ("v1", "grouped"): {**_V1, **_FROM, _OUT_PROJ: Rule(_OUTPUT), _SUBLN: Rule(_NORM)},
+    ("v2", "grouped"): {**_V2, **_FROM},
 }
-"""Variant and pairing -> weight map."""
-FROM_UNILM["v1", "plain"] = {
-    **FROM_UNILM["v1", "flash"],
+"""Variant and layout of grouped queries -> weight map."""
+FROM_UNILM["v1", "repeated"] = {
+    **FROM_UNILM["v1", "grouped"],
     _KEY: Rule(_KEY, (half_from_interleaved, repeat_keys)),
     _VALUE: Rule(_VALUE, (repeat_values,)),
 }
@@ -98,16 +98,16 @@ class UnilmSource:
             Attention modules are named `{layer}.`, `layers.{layer}.` or as in a whole model, or have a file each, in
             the order of the numbers in the files' names.
         variant: `"v1"` or `"v2"`.
-        pairing: which keys the heads of V1 read under grouped queries, `"flash"` or `"plain"`.
+        gqa_layout: which keys the heads of V1 read under grouped queries, `"grouped"` or `"repeated"`.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
     """
 
-    def __init__(self, src: Path, variant: Variant, pairing: Pairing = "flash") -> None:
+    def __init__(self, src: Path, variant: Variant, gqa_layout: GqaLayout = "grouped") -> None:
         if not src.exists():
             raise FileNotFoundError(f"{src} does not exist. Name a folder or a file of weights.")
-        self.src, self.variant, self.pairing = src, variant, pairing
+        self.src, self.variant, self.gqa_layout = src, variant, gqa_layout
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -219,18 +219,21 @@ class UnilmSource:
     def outputs(self, dtype: torch.dtype, implementation: str = "", rounded: torch.dtype | None = None) -> Outputs:
         """What unilm's formulas give: logits, or every attention module's output for random inputs."""
         weights = {name: self.checkpoint.read(name).to(rounded or dtype).to(dtype) for name in self.checkpoint.tensors}
-        return reference_outputs(weights, self.config, self.pairing, self.attention_only)
+        return reference_outputs(weights, self.config, self.gqa_layout, self.attention_only)
 
-    def save_companions(self, folder: Path) -> None:
+    def save_auxiliary_files(self, folder: Path) -> None:
         """Puts tokenizer and settings for generation into a folder, if the source is a folder that has them."""
-        copy_companions(self.src, folder)
+        copy_auxiliary_files(self.src, folder)
 
-    def settle_tokenizer(self, folder: Path) -> None:
+    def pin_tokenizer_class(self, folder: Path) -> None:
         """Nothing to compare with: unilm's folders say no model type from which transformers knows a tokenizer."""
 
 
 def reference_outputs(
-    weights: dict[str, torch.Tensor], config: DiffLlamaConfig, pairing: Pairing = "flash", attention_only: bool = False
+    weights: dict[str, torch.Tensor],
+    config: DiffLlamaConfig,
+    gqa_layout: GqaLayout = "grouped",
+    attention_only: bool = False,
 ) -> Outputs:
     """What unilm's formulas give for weights under unilm's names. They know no cache, which must not matter."""
     assert config.num_key_value_heads is not None  # set when the configuration is made
@@ -241,7 +244,7 @@ def reference_outputs(
         "key_value_heads": config.num_key_value_heads,
         "inverse_frequencies": rotary.inv_freq,
         "attention_scaling": rotary.attention_scaling,
-        "pairing": pairing,
+        "gqa_layout": gqa_layout,
     }
 
     @torch.inference_mode()
@@ -267,9 +270,9 @@ def under(weights: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tens
     return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
-def convert_config(source: DiffLlamaConfig, pairing: Pairing) -> DiffLlamaConfig:
-    """Our configuration: the same, with keys and values for every head if the pairing is the plain module's."""
-    if pairing == "flash":
+def convert_config(source: DiffLlamaConfig, gqa_layout: GqaLayout) -> DiffLlamaConfig:
+    """Our configuration: the same, with keys and values for every head if the plain module repeated keys."""
+    if gqa_layout == "grouped":
         return source
     return DiffLlamaConfig(**{**source.to_dict(), "num_key_value_heads": source.num_attention_heads // 2})
 

@@ -3,8 +3,8 @@
 """What microsoft/unilm's Differential Transformer computes, in plain PyTorch: the truth for converted checkpoints.
 
 It shares no code with this package's model and converter, so that a mistake in them cannot hide in it. Written from
-unilm's `Diff-Transformer/multihead_flashdiff_1.py` and `multihead_flashdiff_2.py` (V1, pairing "flash"),
-`multihead_diffattn.py` (V1, pairing "plain") and `Diff-Transformer-V2/multihead_flashdiffv2.py` (V2).
+unilm's `Diff-Transformer/multihead_flashdiff_1.py` and `multihead_flashdiff_2.py` (V1, `gqa_layout="grouped"`),
+`multihead_diffattn.py` (V1, `gqa_layout="repeated"`) and `Diff-Transformer-V2/multihead_flashdiffv2.py` (V2).
 Letters: b rows, n tokens, h differential heads, w the width of a query or key: embed / 2h in V1, the head's in V2.
 All is computed in the weights' own dtype, which in float64 is the truth; unilm itself takes the softmax, the norms and
 the rotation through float32.
@@ -20,7 +20,7 @@ from torch.nn.functional import linear, silu
 
 
 Variant = Literal["v1", "v2"]
-Pairing = Literal["flash", "plain"]
+GqaLayout = Literal["grouped", "repeated"]
 
 SUBLN_EPS = 1e-5
 ATTENTION_WEIGHTS = {
@@ -59,7 +59,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def read_heads(variant: Variant, heads: int, key_value_heads: int, pairing: Pairing) -> tuple[Tensor, Tensor]:
+def read_heads(variant: Variant, heads: int, key_value_heads: int, gqa_layout: GqaLayout) -> tuple[Tensor, Tensor]:
     """Which key and which value each of the 2h maps reads, map m of head i being the (2i + m)-th: [2h], [2h]."""
     maps = torch.arange(2 * heads)
     if variant == "v2":  # ordinary grouped queries
@@ -67,7 +67,7 @@ def read_heads(variant: Variant, heads: int, key_value_heads: int, pairing: Pair
         return shared, shared
     group = heads // key_value_heads
     value = maps // 2 // group
-    key = {"flash": 2 * value + maps % 2, "plain": maps // group}[pairing]
+    key = {"grouped": 2 * value + maps % 2, "repeated": maps // group}[gqa_layout]
     return key, value
 
 
@@ -81,7 +81,7 @@ def attention(
     key_value_heads: int,
     inverse_frequencies: Tensor,
     attention_scaling: float = 1.0,
-    pairing: Pairing = "flash",
+    gqa_layout: GqaLayout = "grouped",
 ) -> Tensor:
     """One attention module of unilm, causal: [b, n, embed] -> [b, n, embed].
 
@@ -94,7 +94,7 @@ def attention(
         key_value_heads: `num_kv_heads` of unilm: in V1 pairs of keys, each with one value; in V2 single keys.
         inverse_frequencies: [w / 2].
         attention_scaling: multiplies cosine and sine, as YaRN and LongRoPE do.
-        pairing: which keys the two maps of a V1 head read; matters only under grouped queries.
+        gqa_layout: which keys the two maps of a V1 head read; matters only under grouped queries.
     """
     key_heads = 2 * key_value_heads if variant == "v1" else key_value_heads
     query = linear(x, weights["q_proj.weight"]).unflatten(-1, (2 * heads, -1))  # [b, n, 2h, w]
@@ -103,7 +103,7 @@ def attention(
 
     angles = rotary_angles(torch.arange(x.shape[1], device=x.device), inverse_frequencies.to(x.device))
     query, key = rotate(query, angles, attention_scaling), rotate(key, angles, attention_scaling)
-    key_index, value_index = (index.to(x.device) for index in read_heads(variant, heads, key_value_heads, pairing))
+    key_index, value_index = (index.to(x.device) for index in read_heads(variant, heads, key_value_heads, gqa_layout))
 
     scores = torch.einsum("bihw,bjhw->bhij", query, key[:, :, key_index]) / math.sqrt(query.shape[-1])
     future = torch.ones_like(scores, dtype=torch.bool).triu(1)
@@ -130,7 +130,7 @@ def logits(
     layers: int,
     inverse_frequencies: Tensor,
     attention_scaling: float = 1.0,
-    pairing: Pairing = "flash",
+    gqa_layout: GqaLayout = "grouped",
 ) -> Tensor:
     """A Llama, under Llama's names, with unilm's attention in it: [b, n] -> [b, n, vocabulary].
 
@@ -150,7 +150,7 @@ def logits(
             key_value_heads=key_value_heads,
             inverse_frequencies=inverse_frequencies,
             attention_scaling=attention_scaling,
-            pairing=pairing,
+            gqa_layout=gqa_layout,
         )
         normed = rms_norm(x, weights[prefix + "post_attention_layernorm.weight"], rms_norm_eps)
         gate = silu(linear(normed, weights[prefix + "mlp.gate_proj.weight"]))

@@ -154,7 +154,7 @@ def measure(
     )
 
 
-def promise(stored: torch.dtype, bit_equal: bool, exact: bool) -> tuple[torch.dtype, float | None]:
+def tolerance_for(stored: torch.dtype, bit_equal: bool, exact: bool) -> tuple[torch.dtype, float | None]:
     """In which dtype a conversion is verified, and with which tolerance.
 
     Args:

@@ -30,7 +30,7 @@ Logits = Callable[[Weights], torch.Tensor]
 SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "rms_norm_eps": 1e-5}
 V1 = DiffLlamaConfig(**SIZES, num_attention_heads=8, num_key_value_heads=2, head_dim=64)
 V2 = DiffLlamaConfig(**SIZES, diff_variant="v2", num_attention_heads=8, num_key_value_heads=2, head_dim=64)
-PLAIN_V1 = unilm.convert_config(V1, "plain")
+PLAIN_V1 = unilm.convert_config(V1, "repeated")
 THEIRS = transformers.DiffLlamaConfig(
     **{field: getattr(V1, field) for field in SHARED_FIELDS if field not in ("mlp_bias", "dtype")},
     num_attention_heads=8,
@@ -65,9 +65,9 @@ def model_logits(config: PreTrainedConfig) -> Logits:
     return logits
 
 
-def unilm_logits(config: DiffLlamaConfig, pairing: unilm.Pairing) -> Logits:
+def unilm_logits(config: DiffLlamaConfig, gqa_layout: unilm.GqaLayout) -> Logits:
     """What unilm's formulas compute with given weights."""
-    return lambda weights: unilm.reference_outputs(weights, config, pairing)(False)
+    return lambda weights: unilm.reference_outputs(weights, config, gqa_layout)(False)
 
 
 def without(weight_map: WeightMap, operation: Operation) -> WeightMap:
@@ -130,17 +130,18 @@ def rows() -> list[tuple[str, str, float, float]]:
         {"nothing": chosen, "neighbours → halves": without(chosen, operations.halves_from_neighbours),
          "folding the head norm": without(chosen, operations.fold_head_norm)}, {},
     )  # fmt: skip
-    for config, pairing, title in (
-        (V1, "flash", "unilm-v1 → V1"), (V1, "plain", "unilm-v1, plain pairing → V1"), (V2, "flash", "unilm-v2 → V2"),
+    for config, gqa_layout, title in (
+        (V1, "grouped", "unilm-v1 → V1"), (V1, "repeated", "unilm-v1, repeated keys → V1"),
+        (V2, "grouped", "unilm-v2 → V2"),
     ):  # fmt: skip
-        chosen = unilm.FROM_UNILM[config.diff_variant, pairing]
+        chosen = unilm.FROM_UNILM[config.diff_variant, gqa_layout]
         maps = {"nothing": chosen, "interleaved → half": without(chosen, operations.half_from_interleaved)}
         theirs = converted(shapes(config), unilm.TO_UNILM[config.diff_variant], config)
-        ours = PLAIN_V1 if pairing == "plain" else config
-        weights, source = random_weights(theirs), unilm_logits(config, pairing)
+        ours = PLAIN_V1 if gqa_layout == "repeated" else config
+        weights, source = random_weights(theirs), unilm_logits(config, gqa_layout)
         add(title, weights, source, model_logits(ours), ours, maps, {})
-        if pairing == "plain":
-            wrong = {"its keys: taken for Flash pairing": unilm.FROM_UNILM["v1", "flash"]}
+        if gqa_layout == "repeated":
+            wrong = {"its keys: taken for grouped ones": unilm.FROM_UNILM["v1", "grouped"]}
             add(title, weights, source, model_logits(V1), V1, wrong, {})
     return table
 

@@ -19,7 +19,7 @@ from diffllama.checkpoints.models import (
     common_dtype,
     expected_tensors,
     has_chat_template,
-    separate_head,
+    resolve_tied_lm_head,
 )
 from diffllama.checkpoints.reading import Checkpoint, check_tensors, fingerprint, open_checkpoint
 from diffllama.checkpoints.writing import Progress, Step, write_shards
@@ -81,7 +81,7 @@ def export(
     opened = TransformersSource(src, (DiffLlamaConfig.model_type,))
     config, checkpoint = opened.config, opened.checkpoint
     config.architectures = [architecture_of(config)]
-    separate_head(checkpoint, config)
+    resolve_tied_lm_head(checkpoint, config)
     check_tensors(checkpoint.tensors, expected_tensors(config), str(src))
     config.auto_map = dict(AUTO_MAP)  # that of a model loaded from the Hub names its repository
     config.dtype = common_dtype(checkpoint)
@@ -99,9 +99,9 @@ def export(
     check_space(sum(tensor.nbytes for tensor in checkpoint.tensors.values()), dest)
     with new_folder(dest, overwrite) as folder:
         write_shards(folder, steps, checkpoint, max_shard_size, progress=progress)
-        opened.save_companions(folder)
+        opened.save_auxiliary_files(folder)
         if tokenizer is not None:
-            opened.settle_tokenizer(folder)
+            opened.pin_tokenizer_class(folder)
         for name, record in records.items():
             write_json(folder / f"{name}.json", record)
         config.save_pretrained(folder)

@@ -22,7 +22,7 @@ from huggingface_hub import (
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
 from diffllama.checkpoints.errors import lines
-from diffllama.checkpoints.files import COMPANIONS, NAMES
+from diffllama.checkpoints.files import AUXILIARY_FILES, NAMES
 from diffllama.checkpoints.json_files import as_json
 from diffllama.checkpoints.versions import VERSION
 from diffllama.hub_cards.cards import (
@@ -46,7 +46,7 @@ _STEM = NAMES[0].removesuffix(".safetensors")
 REPLACED = (
     f"{_STEM}.safetensors*",
     f"{_STEM}-*.safetensors",
-    *(name for name in COMPANIONS if not name.startswith(("LICEN", "NOTICE"))),
+    *(name for name in AUXILIARY_FILES if not name.startswith(("LICEN", "NOTICE"))),
 )
 """Files that transformers would load: those on the Hub that the folder lacks are deleted."""
 

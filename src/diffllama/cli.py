@@ -24,7 +24,7 @@ from diffllama.checkpoints.errors import DiffLlamaError
 from diffllama.checkpoints.extras import needs
 from diffllama.checkpoints.files import locate
 from diffllama.checkpoints.options import DType, Variant, shard_size
-from diffllama.conversion.options import TARGETS, Pairing, Source, check_conversion
+from diffllama.conversion.options import TARGETS, GqaLayout, Source, check_conversion
 from diffllama.evaluation.commands import ProbeGroup
 from diffllama.hub_cards.findings import check_arguments
 
@@ -77,8 +77,8 @@ def writing(then: str) -> Iterator[Callable[[int, int], None]]:
         yield show
 
 
-OPTIONS = {"source": "--from", "target": "--to", "max_shard_size": "--max-shard-size"} | {
-    name: f"--{name}" for name in ("variant", "pairing", "revision", "dtype")
+OPTIONS = {"source": "--from", "target": "--to"} | {
+    name: f"--{name.replace('_', '-')}" for name in ("variant", "gqa_layout", "revision", "dtype", "max_shard_size")
 }
 """Arguments of `diffllama.convert` -> the options of its command."""
 
@@ -108,8 +108,8 @@ def convert(
         str | None, typer.Option("--to", metavar="NAME", help=f"SRC is ours; DEST will be {', '.join(TARGETS)}.")
     ] = None,
     variant: Annotated[Variant | None, typer.Option(help="With --from llama: v2, exact, or v1, a warm start.")] = None,
-    pairing: Annotated[
-        Pairing | None, typer.Option(help="With --from unilm-v1: plain if trained with multihead_diffattn.py.")
+    gqa_layout: Annotated[
+        GqaLayout | None, typer.Option(help="With --from unilm-v1: repeated if trained with multihead_diffattn.py.")
     ] = None,
     revision: Annotated[str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a repository.")] = None,
     dtype: Annotated[
@@ -136,7 +136,7 @@ def convert(
     Folders of ours load anywhere with trust_remote_code=True. DEST appears complete or not at all.
     """
     with named_as_options():
-        check_conversion(source, target, variant, pairing)
+        check_conversion(source, target, variant, gqa_layout)
         shard_size(max_shard_size)
         err.print(f"Reading {src}", markup=False)
         if not locate(src, revision, ["config.json"]).exists():
@@ -154,7 +154,7 @@ def convert(
                 source=source,
                 target=target,
                 variant=variant,
-                pairing=pairing,
+                gqa_layout=gqa_layout,
                 revision=revision,
                 dtype=dtype,
                 verify=verify,

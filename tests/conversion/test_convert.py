@@ -183,7 +183,7 @@ def test_conversion_json_says_what_was_made_of_what_and_no_path(source: Path, tm
     }
     made = fingerprint(open_checkpoint(folder))
     assert record["result"] == {"format": "diff_llama", "variant": "v2", "fingerprint": made}
-    assert record["options"] == {"variant": None, "pairing": None, "dtype": "bfloat16"}
+    assert record["options"] == {"variant": None, "gqa_layout": None, "dtype": "bfloat16"}
     assert record["verification"].items() >= {
         "compared": "logits", "dtype": "bfloat16", "bit_equal": True, "max_difference": 0.0, "passed": True
     }.items()  # fmt: skip
@@ -314,7 +314,7 @@ def test_a_tokenizer_that_encodes_otherwise_in_the_result_is_found(
         tokenizer = json.loads((folder / "tokenizer.json").read_text())
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer | {"pre_tokenizer": None}))
 
-    monkeypatch.setattr(source_models, "copy_companions", copy)
+    monkeypatch.setattr(source_models, "copy_auxiliary_files", copy)
     with pytest.raises(VerificationError, match=r"tokenizer of .* encodes otherwise"):
         convert(source, tmp_path / "dest")
     assert not (tmp_path / "dest").exists()
@@ -431,8 +431,11 @@ def test_what_cannot_be_converted_is_refused_and_nothing_changes(
         ({"source": None, "target": "llama"}, "cannot become 'llama'.* V2 has no stock target"),
         ({"variant": "v3"}, "`variant` is one of v1, v2 and goes with source='llama', got 'v3'"),
         ({"source": "unilm-v1", "variant": "v1"}, "`variant` .* goes with source='llama', got 'v1' with 'unilm-v1'"),
-        ({"pairing": "plain"}, "`pairing` .* goes with source='unilm-v1', got 'plain' with 'llama'"),
-        ({"source": None, "target": "unilm-v1", "pairing": "flash"}, "`pairing` .* got 'flash' with 'unilm-v1'"),
+        ({"gqa_layout": "repeated"}, "`gqa_layout` .* goes with source='unilm-v1', got 'repeated' with 'llama'"),
+        (
+            {"source": None, "target": "unilm-v1", "gqa_layout": "grouped"},
+            "`gqa_layout` .* got 'grouped' with 'unilm-v1'",
+        ),
     ],
     ids=str,
 )

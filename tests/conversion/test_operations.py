@@ -207,7 +207,7 @@ def test_pairs_of_grouped_queries_are_spelled_out() -> None:
     assert paired == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
 
 
-def test_keys_of_the_plain_pairing_are_spelled_out() -> None:
+def test_repeated_keys_are_spelled_out() -> None:
     # 3 heads on one pair of keys: 0 0 0 1 1 1, two for each head
     keys = torch.tensor([0.0, 1.0]).repeat_interleave(2)
     assert operations.repeat_keys(keys, Sizes(3, 1, 2).config("v1"))[::2].tolist() == [0, 0, 0, 1, 1, 1]

@@ -72,7 +72,7 @@ def write(folder: Path, weights: Weights, **fields: Any) -> Path:
     return folder
 
 
-def reference(weights: Weights, variant: Any, key_value_heads: int, pairing: Any = "flash") -> torch.Tensor:
+def reference(weights: Weights, variant: Any, key_value_heads: int, gqa_layout: Any = "grouped") -> torch.Tensor:
     width = WIDTH // 2 if variant == "v1" else WIDTH
     return unilm_reference.logits(
         tokens(2, 24),
@@ -83,7 +83,7 @@ def reference(weights: Weights, variant: Any, key_value_heads: int, pairing: Any
         rms_norm_eps=1e-4,
         layers=LAYERS,
         inverse_frequencies=unilm_reference.default_inverse_frequencies(width, 5000.0),
-        pairing=pairing,
+        gqa_layout=gqa_layout,
     )
 
 
@@ -113,14 +113,14 @@ def test_a_whole_model_computes_what_unilms_formulas_do(
 
 
 @pytest.mark.parametrize("key_value_heads", [4, 2, 1])
-def test_plain_pairing_is_kept_with_keys_for_every_head(key_value_heads: int, tmp_path: Path) -> None:
+def test_repeated_keys_are_kept_with_keys_for_every_head(key_value_heads: int, tmp_path: Path) -> None:
     weights = model("v1", key_value_heads)
     source = write(tmp_path / "src", weights)
-    folder = convert(source, tmp_path / "dest", source="unilm-v1", pairing="plain")
-    expected = reference(weights, "v1", key_value_heads, "plain")
+    folder = convert(source, tmp_path / "dest", source="unilm-v1", gqa_layout="repeated")
+    expected = reference(weights, "v1", key_value_heads, "repeated")
     assert_close(expected, logits(folder))
     assert AutoConfig.from_pretrained(folder).num_key_value_heads == HEADS
-    flash = convert(source, tmp_path / "flash", source="unilm-v1")
+    flash = convert(source, tmp_path / "grouped", source="unilm-v1")
     different = (logits(flash) - expected).abs().max()
     assert different <= 1e-5 if key_value_heads == HEADS else different > 0.1
 
@@ -395,17 +395,17 @@ def test_maps_are_inverse_to_each_other_for_all_shapes(
         steps = plan({name: tensor.to("meta") for name, tensor in weights.items()}, weight_map, config)
         return {name: step.make(*(weights[needed] for needed in step.inputs)) for name, step in steps.items()}
 
-    back = through(through(ours, TO_UNILM[variant]), FROM_UNILM[variant, "flash"])
+    back = through(through(ours, TO_UNILM[variant]), FROM_UNILM[variant, "grouped"])
     assert back.keys() == ours.keys()
     assert all(torch.equal(back[name], ours[name]) for name in ours)
 
 
-def test_plain_pairing_changes_the_number_of_key_value_heads_and_nothing_else() -> None:
+def test_repeated_keys_change_the_number_of_key_value_heads_and_nothing_else() -> None:
     config = tiny_config("v1", num_key_value_heads=2)
-    plain = convert_config(config, "plain")
-    differing = {key for key, value in plain.to_dict().items() if config.to_dict().get(key) != value}
+    repeated = convert_config(config, "repeated")
+    differing = {key for key, value in repeated.to_dict().items() if config.to_dict().get(key) != value}
     assert differing == {"num_key_value_heads"}
-    assert convert_config(config, "flash") is config
+    assert convert_config(config, "grouped") is config
 
 
 @pytest.mark.parametrize("names", [("a.pt", "z.pt"), ("l0.pt", "l2.pt"), ("l1.pt", "m1.pt")], ids=str)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from diffllama.conversion import unilm_reference
-from diffllama.conversion.unilm_reference import Pairing, Variant
+from diffllama.conversion.unilm_reference import GqaLayout, Variant
 
 
 WIDTH = 6  # of a query or key
@@ -23,7 +23,7 @@ class Case(NamedTuple):
     """A layout of heads, and for each head the keys that its two maps read, and the values."""
 
     variant: Variant
-    pairing: Pairing
+    gqa_layout: GqaLayout
     key_value_heads: int
     keys: list[tuple[int, int]]
     values: list[tuple[int, int]]
@@ -34,17 +34,17 @@ HALF = [(0, 0), (0, 0), (1, 1), (1, 1)]
 ONE = [(0, 0)] * 4
 PAIRS = [(0, 1), (2, 3), (4, 5), (6, 7)]
 CASES = {
-    "v1-flash-mha": Case("v1", "flash", 4, PAIRS, OWN),
-    "v1-flash-groups-of-2": Case("v1", "flash", 2, [(0, 1), (0, 1), (2, 3), (2, 3)], HALF),
-    "v1-flash-groups-of-4": Case("v1", "flash", 1, [(0, 1)] * 4, ONE),
-    "v1-plain-mha": Case("v1", "plain", 4, PAIRS, OWN),
-    "v1-plain-groups-of-2": Case("v1", "plain", 2, OWN, HALF),
-    "v1-plain-groups-of-3": Case("v1", "plain", 1, [(0, 0), (0, 1), (1, 1)], ONE[:3]),
-    "v1-plain-groups-of-4": Case("v1", "plain", 1, HALF, ONE),
-    "v2-mha": Case("v2", "flash", 8, PAIRS, PAIRS),
-    "v2-groups-of-2": Case("v2", "flash", 4, OWN, OWN),
-    "v2-groups-of-3": Case("v2", "flash", 2, [(0, 0), (0, 1), (1, 1)], [(0, 0), (0, 1), (1, 1)]),
-    "v2-groups-of-4": Case("v2", "flash", 2, HALF, HALF),
+    "v1-grouped-mha": Case("v1", "grouped", 4, PAIRS, OWN),
+    "v1-grouped-groups-of-2": Case("v1", "grouped", 2, [(0, 1), (0, 1), (2, 3), (2, 3)], HALF),
+    "v1-grouped-groups-of-4": Case("v1", "grouped", 1, [(0, 1)] * 4, ONE),
+    "v1-repeated-mha": Case("v1", "repeated", 4, PAIRS, OWN),
+    "v1-repeated-groups-of-2": Case("v1", "repeated", 2, OWN, HALF),
+    "v1-repeated-groups-of-3": Case("v1", "repeated", 1, [(0, 0), (0, 1), (1, 1)], ONE[:3]),
+    "v1-repeated-groups-of-4": Case("v1", "repeated", 1, HALF, ONE),
+    "v2-mha": Case("v2", "grouped", 8, PAIRS, PAIRS),
+    "v2-groups-of-2": Case("v2", "grouped", 4, OWN, OWN),
+    "v2-groups-of-3": Case("v2", "grouped", 2, [(0, 0), (0, 1), (1, 1)], [(0, 0), (0, 1), (1, 1)]),
+    "v2-groups-of-4": Case("v2", "grouped", 2, HALF, HALF),
 }
 each_case = pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
 
@@ -103,7 +103,7 @@ def attention(x: Tensor, weights: dict[str, Tensor], case: Case, layer: int = 0,
         key_value_heads=case.key_value_heads,
         inverse_frequencies=FREQUENCIES,
         attention_scaling=scaling,
-        pairing=case.pairing,
+        gqa_layout=case.gqa_layout,
     )
 
 
@@ -119,7 +119,7 @@ def logits(input_ids: Tensor, weights: dict[str, Tensor], case: Case, layers: in
         layers=layers,
         inverse_frequencies=FREQUENCIES,
         attention_scaling=1.3,
-        pairing=case.pairing,
+        gqa_layout=case.gqa_layout,
     )
 
 
@@ -199,7 +199,7 @@ def test_attention_equals_the_loops(case: Case, layer: int, scaling: float) -> N
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("name", ["v1-flash-groups-of-2", "v1-plain-groups-of-2", "v2-groups-of-4"])
+@pytest.mark.parametrize("name", ["v1-grouped-groups-of-2", "v1-repeated-groups-of-2", "v2-groups-of-4"])
 def test_logits_equal_the_loops(name: str, tied: bool) -> None:
     weights = model_weights(CASES[name], layers=3, tied=tied)
     input_ids = torch.randint(VOCABULARY, (2, TOKENS))
@@ -208,10 +208,10 @@ def test_logits_equal_the_loops(name: str, tied: bool) -> None:
 
 
 @pytest.mark.parametrize(("key_value_heads", "agree"), [(4, True), (2, False), (1, False)])
-def test_the_pairings_agree_exactly_when_no_queries_are_grouped(key_value_heads: int, agree: bool) -> None:
-    flash, plain = (Case("v1", pairing, key_value_heads, PAIRS, OWN) for pairing in ("flash", "plain"))
-    x, weights = hidden(), attention_weights(flash)
-    difference = (attention(x, weights, flash) - attention(x, weights, plain)).abs().max().item()
+def test_the_layouts_agree_exactly_when_no_queries_are_grouped(key_value_heads: int, agree: bool) -> None:
+    grouped, repeated = (Case("v1", gqa_layout, key_value_heads, PAIRS, OWN) for gqa_layout in ("grouped", "repeated"))
+    x, weights = hidden(), attention_weights(grouped)
+    difference = (attention(x, weights, grouped) - attention(x, weights, repeated)).abs().max().item()
     assert difference == 0 if agree else difference > 0.1
 
 
@@ -254,7 +254,7 @@ def test_the_default_frequencies_are_powers_of_theta() -> None:
     assert_same(frequencies, torch.tensor([1, 0.1, 0.01, 0.001], dtype=torch.float64))
 
 
-@pytest.mark.parametrize("name", ["v1-flash-groups-of-2", "v2-groups-of-2"])
+@pytest.mark.parametrize("name", ["v1-grouped-groups-of-2", "v2-groups-of-2"])
 def test_it_works_in_the_dtype_of_its_weights(name: str) -> None:
     weights, input_ids = model_weights(CASES[name], layers=2, tied=False), torch.arange(TOKENS)[None]
     expected = logits(input_ids, weights, CASES[name], layers=2)

@@ -19,8 +19,8 @@ from diffllama.conversion.verification import (
     free_memory,
     measure,
     model_outputs,
-    promise,
     token_ids,
+    tolerance_for,
 )
 from support.tiny_models import VARIANTS, tiny_model
 
@@ -174,7 +174,7 @@ def test_the_text_says_the_numbers_and_what_was_promised(name: str) -> None:
 def test_what_is_promised(
     stored: torch.dtype, bit_equal: bool, exact: bool, dtype: torch.dtype, tolerance: float | None
 ) -> None:
-    assert promise(stored, bit_equal, exact) == (dtype, tolerance)
+    assert tolerance_for(stored, bit_equal, exact) == (dtype, tolerance)
 
 
 # Inputs and outputs

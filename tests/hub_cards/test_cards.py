@@ -35,7 +35,7 @@ def record(result: str = "diff_llama", **source: Any) -> dict[str, Any]:
         "tool": "diffllama 9.9",
         "source": {"format": "llama", "model_type": "llama", "name": "some-llama", "index_sha256": "abc", **source},
         "result": {"format": result, "variant": "v2"},
-        "options": {"variant": None, "pairing": None, "dtype": "auto"},
+        "options": {"variant": None, "gqa_layout": None, "dtype": "auto"},
         "verification": {
             "compared": "logits", "dtype": "float32", "sequences": 3, "length": 32, "max_difference": 0.00123,
             "mean_difference": 0.0, "largest_output": 7.5, "bit_equal": False, "same_top_token": 0.5, "tolerance": 0.1,

@@ -267,14 +267,12 @@ def test_every_option_reaches_the_conversion(
 
     monkeypatch.setattr("diffllama.conversion.engine.convert", convert)
     monkeypatch.setattr("diffllama.cli.locate", lambda src, revision, patterns: tmp_path)
-    options = (
-        "--from unilm-v1 --pairing plain --revision main --dtype float16 --verify --overwrite --max-shard-size 1GB"
-    )
-    assert call(capsys, "convert", "some/model", "dest", *options.split())[0] == 0
+    options = "--from unilm-v1 --gqa-layout repeated --revision main --dtype float16 --verify --overwrite"
+    assert call(capsys, "convert", "some/model", "dest", *options.split(), "--max-shard-size", "1GB")[0] == 0
     assert callable(given.pop("progress"))
     assert given == {
         "src": "some/model", "dest": Path("dest"), "source": "unilm-v1", "target": None, "variant": None,
-        "pairing": "plain", "revision": "main", "dtype": "float16", "verify": True, "overwrite": True,
+        "gqa_layout": "repeated", "revision": "main", "dtype": "float16", "verify": True, "overwrite": True,
         "max_shard_size": "1GB",
     }  # fmt: skip
     assert call(capsys, "convert", "src", "dest", "--to", "unilm-v2")[0] == 0
@@ -396,7 +394,10 @@ class TestHubFolders:
         ([], "Give --from (one of llama, transformers, unilm-v1, unilm-v2) or --to (one of transformers, "),
         (["--from", "llama", "--to", "transformers"], "Give --from"),
         (["--to", "llama"], "V2 has no stock target"),
-        (["--from", "llama", "--pairing", "plain"], "--pairing is one of flash, plain and goes with --from unilm-v1"),
+        (
+            ["--from", "llama", "--gqa-layout", "repeated"],
+            "--gqa-layout is one of grouped, repeated and goes with --from unilm-v1",
+        ),
         (["--to", "unilm-v1", "--variant", "v1"], "--variant is one of v1, v2 and goes with --from llama, got 'v1'"),
         (["--from", "llama", "--max-shard-size", "much"], "--max-shard-size must be a number of bytes or a text like"),
         (["--from", "llama", "--revision", "main"], "--revision goes with a repository of the Hub"),
@@ -506,7 +507,7 @@ def test_a_wrong_command_line_is_told_what_is_wrong(arguments: list[str], told: 
                 "--verify",
                 "bfloat16",
                 "unilm-v1",
-                "--pairing",
+                "--gqa-layout",
                 "--variant",
                 "--revision",
                 "bit-identical",

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from diffllama.checkpoints.options import Variant
 from diffllama.conversion import llama, transformers_diffllama, unilm
-from diffllama.conversion.options import Pairing, check_conversion
+from diffllama.conversion.options import GqaLayout, check_conversion
 from diffllama.conversion.transformers_models import ComparableSource, TransformersResult
 from diffllama.conversion.unilm import UnilmResult, UnilmSource
 from diffllama.conversion.weight_map import WeightMap
@@ -21,7 +21,7 @@ from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Converter:
     """One kind of conversion.
 
     Attributes:
@@ -44,12 +44,12 @@ class Recipe:
     new_weights: Callable[[DiffLlamaConfig], dict[str, Callable[[], torch.Tensor]]] = lambda config: {}
 
 
-def find_recipe(source: str | None, target: str | None, variant: str | None, pairing: str | None) -> Recipe:
+def find_converter(source: str | None, target: str | None, variant: str | None, gqa_layout: str | None) -> Converter:
     """The conversion that arguments of `convert` name. Raises `ValueError` if there is none."""
-    check_conversion(source, target, variant, pairing)
+    check_conversion(source, target, variant, gqa_layout)
     if source == "llama":
         chosen = variant or "v2"
-        return Recipe(
+        return Converter(
             source=partial(ComparableSource, model_types=llama.MODEL_TYPES),
             result=TransformersResult(),
             convert_config=partial(llama.convert_config, variant=chosen),
@@ -59,30 +59,30 @@ def find_recipe(source: str | None, target: str | None, variant: str | None, pai
             new_weights=llama.new_weights,
         )
     if source == "transformers":
-        return Recipe(
+        return Converter(
             source=partial(ComparableSource, model_types=transformers_diffllama.MODEL_TYPES),
             result=TransformersResult(),
             convert_config=transformers_diffllama.convert_config,
             weight_map=lambda config: transformers_diffllama.FROM_TRANSFORMERS,
         )
     if source is not None:
-        modules, keys = cast(Variant, source.removeprefix("unilm-")), cast(Pairing, pairing or "flash")
-        return Recipe(
-            source=partial(UnilmSource, variant=modules, pairing=keys),
+        modules, keys = cast(Variant, source.removeprefix("unilm-")), cast(GqaLayout, gqa_layout or "grouped")
+        return Converter(
+            source=partial(UnilmSource, variant=modules, gqa_layout=keys),
             result=TransformersResult(),
-            convert_config=partial(unilm.convert_config, pairing=keys),
+            convert_config=partial(unilm.convert_config, gqa_layout=keys),
             weight_map=lambda config: unilm.FROM_UNILM[modules, keys],
         )
     ours = partial(ComparableSource, model_types=(DiffLlamaConfig.model_type,))
     if target == "transformers":
-        return Recipe(
+        return Converter(
             source=ours,
             result=TransformersResult(),
             convert_config=transformers_diffllama.convert_config_back,
             weight_map=transformers_diffllama.weight_map_back,
         )
     assert target is not None
-    return Recipe(
+    return Converter(
         source=ours,
         result=UnilmResult(),
         convert_config=partial(unilm.convert_config_back, variant=cast(Variant, target.removeprefix("unilm-"))),
