@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from diffllama.checkpoints.tensor_bytes import DTYPES
+from diffllama.checkpoints.tensor_values import DTYPES
 
 
 def read_pickle(path: Path) -> dict[str, torch.Tensor]:

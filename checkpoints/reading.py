@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from diffllama.checkpoints.errors import CheckpointError, lines
 from diffllama.checkpoints.files import NAMES
 from diffllama.checkpoints.pickles import read_pickle
-from diffllama.checkpoints.tensor_bytes import DTYPES, PIECE, data, digest, is_finite, pieces
+from diffllama.checkpoints.tensor_values import DTYPES, PIECE, data, digest, is_finite, pieces
 
 
 PICKLES = (".bin", ".pt", ".pth")
@@ -32,7 +32,7 @@ class TensorFile(Protocol):
         """A tensor's values."""
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """A tensor's values, a piece at a time, see `tensor_bytes.pieces`."""
+        """A tensor's values, a piece at a time, see `tensor_values.pieces`."""
 
 
 class TensorsInMemory:
@@ -61,8 +61,10 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with safe_open(path, "pt"):
-            pass  # checks that the header describes the file, to the last byte
+        # Checks that the header describes the file, to the last byte. ("pt" would map the whole file as memory that may
+        # be written, which counts as allocated where memory is limited, as in `check`.)
+        with safe_open(path, "np"):
+            pass
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             self.header = file.read(length)
@@ -154,7 +156,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     Every value is read, a piece of a tensor at a time.
     """
     tensors = checkpoint.tensors.items()
-    return combine({name: (tensor.shape, digest(checkpoint.pieces(name))[0]) for name, tensor in tensors})
+    return combine({name: (tensor.shape, digest(checkpoint.pieces(name))) for name, tensor in tensors})
 
 
 def combine(digests: Mapping[str, tuple[torch.Size, str]]) -> str:

@@ -2,19 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Safetensors shards and their index."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from diffllama.checkpoints.errors import CheckpointError, lines
+from diffllama.checkpoints.json_files import write_json
 from diffllama.checkpoints.options import shard_size
 from diffllama.checkpoints.reading import Checkpoint, combine, nonfinite_tensors
-from diffllama.checkpoints.tensor_bytes import digest, file_header, pieces, write_bytes
+from diffllama.checkpoints.tensor_values import digest, is_finite, pieces
 
 
 Progress = Callable[[int, int], None]
@@ -29,13 +30,11 @@ class Step:
         inputs: names of the source's tensors that it needs; empty for a new tensor.
         make: the tensor from `inputs`.
         result: its shape and dtype, on the meta device.
-        copied: whether it is its only input as it is.
     """
 
     inputs: tuple[str, ...]
     make: Callable[..., torch.Tensor]
     result: torch.Tensor
-    copied: bool = False
 
 
 def write_shards(
@@ -46,7 +45,7 @@ def write_shards(
     stem: str = "model",
     progress: Progress | None = None,
 ) -> str:
-    """Carries out a plan, with one tensor in memory at a time.
+    """Carries out a plan, with one shard and one tensor of the source in memory at a time.
 
     Args:
         folder: where `{stem}.safetensors` is written, or shards and their index, named as transformers names them.
@@ -60,6 +59,7 @@ def write_shards(
 
     Raises:
         CheckpointError: values of the source are NaN or infinite, or a tensor's become so.
+        OSError: a file cannot be written.
     """
     results = {name: step.result for name, step in steps.items()}
     split = split_torch_state_dict_into_shards(
@@ -70,36 +70,53 @@ def write_shards(
     digests = {}
     total, done = sum(tensor.nbytes for tensor in results.values()), 0
     for filename, names in split.filename_to_tensors.items():
-        # Wide dtypes first, so that every tensor begins at a multiple of its elements' size
-        names = sorted(names, key=lambda name: -results[name].element_size())
-        with (folder / filename).open("wb", buffering=0) as out:
-            write_bytes(memoryview(file_header({name: results[name] for name in names})), out)
-            for name in names:
-                step = steps[name]
-                digests[name] = step.result.shape, write_tensor(name, step, checkpoint, out)
-                done += step.result.nbytes
-                if progress is not None:
-                    progress(done, total)
+        shard = {}
+        for name in names:
+            shard[name] = make_tensor(name, steps[name], checkpoint)
+            digests[name] = shard[name].shape, digest(pieces(shard[name]))
+            done += shard[name].nbytes
+            if progress is not None and done < total:
+                progress(done, total)
+        save_shard(shard, folder / filename)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / f"{stem}.safetensors.index.json", index)
+    if progress is not None:
+        progress(total, total)
     return combine(digests)
 
 
-def write_tensor(name: str, step: Step, checkpoint: Checkpoint, out: BinaryIO) -> str:
-    """Appends a tensor's bytes to an unbuffered file. Returns its `digest`; see `write_shards`."""
-    inputs = step.inputs
-    made = checkpoint.pieces(inputs[0]) if step.copied else pieces(step.make(*map(checkpoint.read, inputs)))
-    digested, finite = digest(made, out)
-    if finite:
-        return digested
+def make_tensor(name: str, step: Step, checkpoint: Checkpoint) -> torch.Tensor:
+    """Carries out a step. The tensor is contiguous and shares no memory; see `write_shards` for what is raised."""
+    inputs = [checkpoint.read(source) for source in step.inputs]
+    made = step.make(*inputs)
+    if not made.is_contiguous() or made.is_neg() or any(shares_memory(made, tensor) for tensor in inputs):
+        made = made.clone(memory_format=torch.contiguous_format).resolve_neg()
+    if all(map(is_finite, pieces(made))):
+        return made
     if bad := nonfinite_tensors(checkpoint):
         items = [f"{file}: {tensor}" for tensor, file in bad.items()]
         raise CheckpointError(
             lines("Weights that are NaN or infinite: the file is damaged or its training failed", items)
         )
-    dtype = str(step.result.dtype).removeprefix("torch.")
+    dtype = str(made.dtype).removeprefix("torch.")
     raise CheckpointError(
-        f"{name} becomes infinite: {dtype} holds numbers up to {torch.finfo(step.result.dtype).max:.5g}, and what is "
-        f"made of {', '.join(inputs)} is larger. Choose a wider dtype, such as bfloat16."
+        f"{name} becomes infinite: {dtype} holds numbers up to {torch.finfo(made.dtype).max:.5g}, and what is "
+        f"made of {', '.join(step.inputs)} is larger. Choose a wider dtype, such as bfloat16."
     )
+
+
+def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are views of the same memory."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def save_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Writes a safetensors file with the usual permissions. (safetensors writes one that only its owner may read.)"""
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+    path.chmod(mode)

@@ -50,7 +50,7 @@ def convert(
 ) -> Path:
     """Converts a checkpoint into a folder of ours (`source`), or one of ours into another model's (`target`).
 
-    Tensors are read and written one at a time. The folder appears at `dest` complete or not at all. It has weights as
+    Tensors are read one at a time and written a shard at a time. The folder appears at `dest` complete or not at all. It has weights as
     safetensors, a configuration, whatever tokenizer, chat template and settings for generation the source has, a card,
     and conversion.json, which says what was made of what and what its verification found; a model of ours has its
     code too.
@@ -68,7 +68,7 @@ def convert(
         verify: whether to compute both sides' outputs and compare them before the folder appears; by default if the
             model fits into the memory that is free.
         overwrite: whether a `dest` that exists is replaced, if it is a model folder.
-        max_shard_size: bytes, or a text like "5GB".
+        max_shard_size: bytes, or a text like "5GB"; memory is needed for one shard and one tensor.
         progress: called with the number of bytes written and their total.
 
     Returns:

@@ -94,8 +94,7 @@ def plan(
                 return tensor if cast is None else tensor.to(cast)
 
             result = make(*(source[other] for other in inputs))
-            copied = not rule.operations and result.dtype == tensor.dtype
-            steps[target] = Step(inputs, make, result, copied)
+            steps[target] = Step(inputs, make, result)
     if unknown:
         raise CheckpointError(lines("The weight map has no entry for these tensors", unknown))
     if missing:

@@ -95,7 +95,7 @@ def export(
     facts = collect_facts(config, checkpoint, records, src)
     card, _ = updated_card(old, facts, dest.name, metadata, where=str(src / CARD))
 
-    steps = {name: Step((name,), lambda same: same, tensor, copied=True) for name, tensor in checkpoint.tensors.items()}
+    steps = {name: Step((name,), lambda same: same, tensor) for name, tensor in checkpoint.tensors.items()}
     check_space(sum(tensor.nbytes for tensor in checkpoint.tensors.values()), dest)
     with new_folder(dest, overwrite) as folder:
         write_shards(folder, steps, checkpoint, max_shard_size, progress=progress)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from diffllama.checkpoints.errors import CheckpointError
 from diffllama.checkpoints.reading import open_checkpoint
-from diffllama.checkpoints.tensor_bytes import DTYPES
+from diffllama.checkpoints.tensor_values import DTYPES
 from diffllama.checkpoints.writing import write_shards
 from support.weight_files import (
     SINGLE,

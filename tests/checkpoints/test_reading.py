@@ -20,7 +20,7 @@ from diffllama.checkpoints.reading import (
     nonfinite_tensors,
     open_checkpoint,
 )
-from diffllama.checkpoints.tensor_bytes import DTYPES, PIECE, is_finite
+from diffllama.checkpoints.tensor_values import DTYPES, PIECE, is_finite
 from diffllama.checkpoints.writing import write_shards
 from support.llama_checkpoints import snapshot
 from support.weight_files import (
@@ -123,6 +123,34 @@ def test_reading_leaves_the_source_as_it_is_and_nothing_open(kind: str, tmp_path
     tensors["a"].mul_(2)
     assert len(os.listdir("/proc/self/fd")) == opened
     assert snapshot(source) == before
+
+
+@pytest.mark.parametrize("left", [0, 5, "all but one byte"])
+def test_a_source_that_becomes_shorter_is_an_error(left: int | str, tmp_path: Path) -> None:
+    save_file({name: randoms((3, 5), dtype) for name, dtype in DTYPES.items()}, tmp_path / SINGLE)
+    checkpoint = open_checkpoint(tmp_path)
+    os.truncate(tmp_path / SINGLE, left if isinstance(left, int) else (tmp_path / SINGLE).stat().st_size - 1)
+    last = max(checkpoint.homes["F64"][0].ranges.items(), key=lambda item: item[1][1])[0]
+    with pytest.raises(OSError, match=r"model\.safetensors.*shorter"):
+        list(checkpoint.pieces(last))
+    with pytest.raises(OSError, match=r"model\.safetensors has changed while it was read"):
+        checkpoint.read(last)
+
+
+@only_linux
+def test_a_file_larger_than_the_memory_that_is_allowed_is_read_piece_by_piece(tmp_path: Path) -> None:
+    import resource
+
+    size = 1 << 36
+    header = json.dumps({"a": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
+    (tmp_path / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(tmp_path / SINGLE, 8 + len(header) + size)  # takes no room on the disk
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (1 << 35, limits[1]))
+    try:
+        assert not next(open_checkpoint(tmp_path).pieces("a")).any()
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
 
 
 # Faults of folders and indices

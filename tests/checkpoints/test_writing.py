@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from diffllama.checkpoints.errors import CheckpointError
-from diffllama.checkpoints.reading import Checkpoint, SafetensorsFile, TensorsInMemory, fingerprint, open_checkpoint
-from diffllama.checkpoints.tensor_bytes import DTYPES
+from diffllama.checkpoints.reading import Checkpoint, TensorsInMemory, fingerprint, open_checkpoint
+from diffllama.checkpoints.tensor_values import DTYPES
 from diffllama.checkpoints.writing import Step, write_shards
 from diffllama.conversion.weight_map import Rule, plan
 from support.llama_checkpoints import llama
@@ -24,9 +24,11 @@ from support.tiny_models import tiny_config
 from support.weight_files import (
     INDEX,
     SINGLE,
+    A,
     all_same,
     as_they_are,
     in_memory,
+    only_linux,
     randoms,
     read_shards,
     values,
@@ -49,43 +51,60 @@ def test_what_is_written_is_read_bit_for_bit(
 ) -> None:
     weights = {name: randoms(tuple(shape), dtype, i) for i, (name, (dtype, shape)) in enumerate(tensors.items())}
     with tempfile.TemporaryDirectory() as folder:
-        roots = [Path(folder) / name for name in ("made", "copied")]
-        for root, source in zip(roots, (lambda: in_memory(weights), lambda: open_checkpoint(roots[0])), strict=True):
-            root.mkdir()
-            checkpoint = source()
-            written = write_shards(root, as_they_are(checkpoint, root.name == "copied"), checkpoint, max_shard_size)
-            assert written == fingerprint(open_checkpoint(root))
-            assert all_same(read_shards(root), weights)
-            assert all_same(values(open_checkpoint(root)), weights)
-            for file in root.glob("*.safetensors"):
-                with safe_open(file, "pt") as opened:
-                    assert opened.metadata() == {"format": "pt"}
-                for name, (begin, _) in SafetensorsFile(file).ranges.items():
-                    assert begin % weights[name].element_size() == 0
+        root = Path(folder)
+        written = write_shards(root, as_they_are(in_memory(weights)), in_memory(weights), max_shard_size)
+        assert written == fingerprint(open_checkpoint(root))
+        assert all_same(read_shards(root), weights)
+        assert all_same(values(open_checkpoint(root)), weights)
+        for file in root.glob("*.safetensors"):
+            with safe_open(file, "pt") as opened:
+                assert opened.metadata() == {"format": "pt"}
 
 
-@pytest.mark.parametrize(
-    "name", ["a", '"', "\\", "'", "\n", "\0", "ü", "名", "🙂", "{i}", "a.b", "/", "../x", " ", ""], ids=ascii
-)
-def test_any_name_is_kept(name: str, tmp_path: Path) -> None:
-    weights = {name: torch.ones(3), f"{name}2": torch.zeros(1)}
+def test_any_name_is_kept(tmp_path: Path) -> None:
+    names = ("a", '"', "\\", "'", "\n", "\0", "ü", "名", "🙂", "{i}", "a.b", "/", "../x", " ", "")
+    weights = {name: torch.full((3,), i) + 0.5 for i, name in enumerate(names)}
     write_shards(tmp_path, as_they_are(in_memory(weights)), in_memory(weights))
     assert all_same(load_file(tmp_path / SINGLE), weights)
     assert all_same(values(open_checkpoint(tmp_path)), weights)
 
 
-@pytest.mark.parametrize("view", ["transposed", "expanded", "every second", "parameter", "negated"])
-def test_views_are_written_as_what_they_show(view: str, tmp_path: Path) -> None:
-    tensor = {
-        "transposed": torch.arange(6.0).view(2, 3).T,
-        "expanded": torch.arange(3.0).expand(2, 3),
-        "every second": torch.arange(9.0)[1::2],
-        "parameter": torch.nn.Parameter(torch.arange(3.0)),
+def test_views_and_shared_memory_are_written_as_what_they_show(tmp_path: Path) -> None:
+    whole = torch.arange(9.0)
+    weights = {
+        "whole": whole,
+        "again": whole,
+        "part": whole[2:5],
+        "every second": whole[1::2],
+        "transposed": whole.view(3, 3).T,
+        "expanded": whole.expand(2, 9),
+        "parameter": torch.nn.Parameter(whole),
         "negated": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
-    }[view]
-    for copied in (True, False):
-        write_shards(tmp_path, as_they_are(in_memory({"a": tensor}), copied), in_memory({"a": tensor}))
-        assert torch.equal(load_file(tmp_path / SINGLE)["a"], tensor)
+    }
+    write_shards(tmp_path, as_they_are(in_memory(weights)), in_memory(weights))
+    written = load_file(tmp_path / SINGLE)
+    assert written.keys() == weights.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in weights.items())
+
+
+def test_files_have_the_usual_permissions(tmp_path: Path) -> None:
+    write_shards(tmp_path, as_they_are(in_memory({"a": A})), in_memory({"a": A}))
+    (tmp_path / "other").touch()
+    assert (tmp_path / SINGLE).stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+@only_linux
+def test_a_disk_that_is_full_is_an_error(tmp_path: Path) -> None:
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    checkpoint = in_memory({"a": torch.ones(500)})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"model\.safetensors cannot be written: .*File too large"):
+            write_shards(tmp_path, as_they_are(checkpoint), checkpoint)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_one_tensor_may_become_many(tmp_path: Path) -> None:
@@ -102,7 +121,6 @@ def test_transformers_loads_the_shards(tmp_path: Path) -> None:
     (folder / "config.json").write_bytes((source / "config.json").read_bytes())
     checkpoint = open_checkpoint(source)
     steps = plan(checkpoint.tensors, {name: Rule(name) for name in checkpoint.tensors}, tiny_config())
-    assert all(step.copied for step in steps.values())
     write_shards(folder, steps, checkpoint, "60KB")
 
     weights, index = load_file(source / SINGLE), json.loads((folder / INDEX).read_text())
@@ -141,17 +159,17 @@ def test_progress_counts_bytes_up_to_their_total(max_shard_size: int | str, tmp_
     )
     done = [count for count, _ in told]
     assert {total for _, total in told} == {24 + 4 + 72}
-    assert len(done) == len(weights)
+    assert 3 <= len(done) <= len(weights)
     assert (done[-1], done) == (24 + 4 + 72, sorted(done))
 
 
-def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
+def test_one_shard_and_one_tensor_are_in_memory_at_a_time(tmp_path: Path) -> None:
     alive: list[weakref.ref] = []
-    most = []
+    counts = []
 
     def born(tensor: torch.Tensor) -> torch.Tensor:
         alive.append(weakref.ref(tensor))
-        most.append(sum(reference() is not None for reference in alive))
+        counts.append(sum(reference() is not None for reference in alive))
         return tensor
 
     class Source(TensorsInMemory):
@@ -161,7 +179,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
     file = Source({f"{i}": torch.ones(5, 3) for i in range(10)}, Path())
     checkpoint = Checkpoint({name: (file, name) for name in file.tensors}, "")
     steps = {
-        name: Step((name,), lambda tensor: born(tensor.T), torch.empty(3, 5, device="meta"))
+        name: Step((name,), lambda tensor: born(tensor * 2), torch.empty(5, 3, device="meta"))
         for name in checkpoint.tensors
     }
     gc.disable()  # references alone have to do
@@ -169,33 +187,25 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
         write_shards(tmp_path, steps, checkpoint, max_shard_size=150)
     finally:
         gc.enable()
-    assert most == [1, 2] * 10  # what is read, and what is made of it
+    assert counts == [1, 2, 2, 3] * 5  # what is read and what is made of it, twice a shard
     assert len(read_shards(tmp_path)) == 10
 
 
-@pytest.mark.parametrize("copied", [True, False])
-def test_nonfinite_weights_are_not_written_and_all_of_them_are_named(copied: bool, tmp_path: Path) -> None:
+def test_nonfinite_weights_are_not_written_and_all_of_them_are_named(tmp_path: Path) -> None:
     weights = {name: torch.ones(2, 3) for name in "abc"}
     weights["a"][1, 2], weights["c"][0, 0] = torch.nan, torch.inf
     torch.save(weights, tmp_path / "x.bin")
     checkpoint = open_checkpoint(tmp_path / "x.bin")
     with pytest.raises(CheckpointError, match=r"NaN or infinite: .*\n  x\.bin: a\n  x\.bin: c$"):
-        write_shards(tmp_path, as_they_are(checkpoint, copied), checkpoint)
+        write_shards(tmp_path, as_they_are(checkpoint), checkpoint)
 
 
 def test_a_tensor_that_overflows_is_named_with_its_source(tmp_path: Path) -> None:
-    checkpoint = in_memory({"a": torch.tensor([40_000.0])})
+    checkpoint, narrow = (in_memory({"a": torch.tensor([40_000.0], dtype=d)}) for d in (torch.float32, torch.float16))
     rule = Rule("b", (lambda tensor, config: tensor * 2,))
-    for dtype in (torch.bfloat16, torch.float32):
-        write_shards(tmp_path, plan(checkpoint.tensors, {"a": rule}, tiny_config(), dtype), checkpoint)
-        assert load_file(tmp_path / SINGLE)["b"].item() == pytest.approx(80_000, rel=1e-2)
+    for source, dtype in ((checkpoint, torch.bfloat16), (checkpoint, torch.float32), (narrow, torch.bfloat16)):
+        write_shards(tmp_path, plan(source.tensors, {"a": rule}, tiny_config(), dtype), source)
+        assert load_file(tmp_path / SINGLE)["b"].item() == torch.tensor(80_000.0, dtype=dtype).item()
     message = r"^b becomes infinite: float16 holds numbers up to 65504, and .* a is larger\. .* such as bfloat16"
     with pytest.raises(CheckpointError, match=message):
         write_shards(tmp_path, plan(checkpoint.tensors, {"a": rule}, tiny_config(), torch.float16), checkpoint)
-
-
-def test_a_wider_dtype_is_no_overflow(tmp_path: Path) -> None:
-    checkpoint = in_memory({"a": torch.tensor([40_000.0]).half()})
-    rule = Rule("b", (lambda tensor, config: tensor * 2,))
-    write_shards(tmp_path, plan(checkpoint.tensors, {"a": rule}, tiny_config(), torch.bfloat16), checkpoint)
-    assert load_file(tmp_path / SINGLE)["b"].item() == torch.tensor(80_000.0).bfloat16().item()

@@ -190,24 +190,6 @@ def test_operations_compute_before_the_cast() -> None:
     assert not torch.equal(result, tensor.bfloat16() + 1)
 
 
-@pytest.mark.parametrize(
-    ("operations", "dtype", "copied"),
-    [
-        ((), None, True),
-        ((), torch.bfloat16, True),
-        ((), torch.float32, False),
-        ((), torch.float16, False),  # as wide, but other bytes
-        ((double,), None, False),
-        ((double,), torch.bfloat16, False),
-    ],
-    ids=["as it is", "its own dtype", "other dtype", "dtype as wide", "operation", "operation, its own dtype"],
-)
-def test_copied_says_that_the_bytes_stay(operations: tuple, dtype: torch.dtype | None, copied: bool) -> None:
-    weight_map: WeightMap = {"a": (Rule("x", operations), Rule("y", operations))}
-    steps = plan({"a": meta(3, dtype=torch.bfloat16)}, weight_map, CONFIG, dtype)
-    assert [step.copied for step in steps.values()] == [copied] * 2
-
-
 def test_a_plan_computes_shapes_and_no_values() -> None:
     devices = []
 
@@ -231,7 +213,7 @@ def test_a_rule_and_a_step_cannot_be_changed() -> None:
     with pytest.raises(FrozenInstanceError):
         Rule("a").target = "b"
     with pytest.raises(FrozenInstanceError):
-        step.copied = False
+        step.inputs = ()
 
 
 # check_tensors

@@ -48,9 +48,9 @@ def in_memory(tensors: dict[str, torch.Tensor]) -> Checkpoint:
     return Checkpoint({name: (file, name) for name in tensors}, "")
 
 
-def as_they_are(checkpoint: Checkpoint, copied: bool = True) -> dict[str, Step]:
+def as_they_are(checkpoint: Checkpoint) -> dict[str, Step]:
     """The plan that changes nothing, neither tensors nor names."""
-    return {name: Step((name,), lambda tensor: tensor, meta, copied) for name, meta in checkpoint.tensors.items()}
+    return {name: Step((name,), lambda tensor: tensor, meta) for name, meta in checkpoint.tensors.items()}
 
 
 def read_shards(folder: Path) -> dict[str, torch.Tensor]:
