@@ -50,10 +50,9 @@ def convert(
 ) -> Path:
     """Converts a checkpoint into a folder of ours (`source`), or one of ours into another model's (`target`).
 
-    Tensors are read one at a time and written a shard at a time. The folder appears at `dest` complete or not at all. It has weights as
-    safetensors, a configuration, whatever tokenizer, chat template and settings for generation the source has, a card,
-    and conversion.json, which says what was made of what and what its verification found; a model of ours has its
-    code too.
+    The folder appears at `dest` complete or not at all. It has weights as safetensors, a configuration, the source's
+    tokenizer, chat template and settings for generation, a card, and conversion.json, which records source, options and
+    verification; a model of ours has its code too.
 
     Args:
         src: a folder, a file, or a repository `owner/name` of the Hub; see `SOURCES` and conversion/README.md.
