@@ -7,35 +7,30 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 from urllib.parse import urlsplit
 
-import requests
-from requests.adapters import HTTPAdapter
-from urllib3.util import Retry
+from openai import APIConnectionError, APIStatusError, Omit, OpenAI
 
 
 KEY = "OPENAI_API_KEY"
 """The environment variable with the endpoint's key."""
 
 RETRIES = 4
-"""So many more times an endpoint is asked that is busy, broken or silent."""
-
-BACKOFF = 1.0
-"""Seconds that the waiting times between them begin with; each is twice the last."""
+"""How often the client repeats a request that an endpoint rejects as busy (429), fails (5xx) or does not answer."""
 
 CONCLUSION = r'conclusion["*_ ]*[:=\n–—-]'
-"""What a verdict follows."""
+"""Introduces a verdict."""
 
-SAYS = (
+VERDICT = (
     r"(?:[\W_]|boxed|text(?:bf)?)*"
     r"(?:(?:it|(?:the|this) (?:proposed |final )?(?:response|summary|answer|decision|verdict)) is[\W_]+)?"
     r"(true|false)(?!\W*(?:(?:or|and)\W+)?(?:true|false))(?=[\W_]*?(?:[.,;:!(\n]|\s[–—-]|because|since|as\b|\Z))"
 )
-"""A verdict, with what may stand before it, and the end of its clause: not "true or false", not "true in part"."""
+"""A verdict with the words that may precede it and the end of its clause: not "true or false", not "true in part"."""
 
 Verdict = bool | None
-"""What a judge says; `None` if it cannot be read."""
+"""Whether a judge finds a text accurate; `None` if its reply has no readable verdict."""
 
 
 @dataclass(frozen=True)
@@ -67,54 +62,43 @@ class Judge:
                 f"such as http://localhost:8000/v1, got {self.url!r}."
             )
 
+    @cached_property
+    def client(self) -> OpenAI:
+        """The client of the endpoint."""
+        key = os.environ.get(KEY) or "none"  # the client insists on one
+        return OpenAI(base_url=self.url, api_key=key, timeout=self.timeout, max_retries=RETRIES)
+
     def ask(self, message: str) -> str:
         """The reply to a user's message, at temperature 0.
 
         Raises:
-            ConnectionError: the endpoint refuses, or is busy, broken or silent after all retries.
-            ValueError: it replies with something else than a chat completion.
+            ConnectionError: the endpoint rejects the request, or does not answer it after all retries.
+            ValueError: the reply is not a chat completion.
         """
-
-        def authorise(request: requests.PreparedRequest) -> requests.PreparedRequest:
-            if key := os.environ.get(KEY):
-                request.headers["Authorization"] = f"Bearer {key}"
-            return request
-
-        body: dict[str, Any] = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": message}],
-            "temperature": 0,
-        }
-        retry = Retry(
-            RETRIES,
-            backoff_factor=BACKOFF,
-            status_forcelist=(429, 500, 502, 503, 504),
-            allowed_methods=None,
-            raise_on_status=False,
-        )
-        with requests.Session() as session:
-            session.mount(self.url, HTTPAdapter(max_retries=retry))
-            try:
-                response = session.post(
-                    f"{self.url.rstrip('/')}/chat/completions", json=body, auth=authorise, timeout=self.timeout
-                )
-            except requests.RequestException as error:
-                raise ConnectionError(f"The judge at {self.url} does not answer: {error}") from error
-        if not response.ok:
-            key = f" (its key is read from the environment variable {KEY})" if response.status_code == 401 else ""
-            said = f"{response.status_code} {response.reason}, {response.text[:500]}"
-            raise ConnectionError(f"The judge at {self.url} refuses: {said}{key}")
         try:
-            return response.json()["choices"][0]["message"]["content"] or ""
-        except (ValueError, LookupError, TypeError) as error:
+            response = self.client.chat.completions.with_raw_response.create(
+                model=self.model,
+                messages=[{"role": "user", "content": message}],
+                temperature=0,
+                extra_headers={} if os.environ.get(KEY) else {"Authorization": Omit()},
+            )
+        except APIConnectionError as error:
+            raise ConnectionError(f"The judge at {self.url} does not answer: {error}") from error
+        except APIStatusError as error:
+            hint = f" (its key is read from the environment variable {KEY})" if error.status_code == 401 else ""
+            reason = f"{error.status_code} {error.response.reason_phrase}, {error.response.text[:500]}"
+            raise ConnectionError(f"The judge at {self.url} refuses: {reason}{hint}") from error
+        try:
+            return response.parse().choices[0].message.content or ""
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"The judge at {self.url} sent no chat completion: {response.text[:500]!r}") from error
 
 
 def verdict(reply: str) -> Verdict:
-    """What follows the last "Conclusion:" in a reply, as a word or as "the response is false"."""
-    _, *found = re.split(CONCLUSION, reply, flags=re.IGNORECASE)
-    said = re.match(SAYS, found[-1], re.IGNORECASE) if found else None
-    return said[1].lower() == "true" if said else None
+    """The verdict after the last "Conclusion:" of a reply, as a word or as "the response is false"."""
+    _, *conclusions = re.split(CONCLUSION, reply, flags=re.IGNORECASE)
+    match = re.match(VERDICT, conclusions[-1], re.IGNORECASE) if conclusions else None
+    return match[1].lower() == "true" if match else None
 
 
 def agreement(verdicts: Sequence[Verdict]) -> float:

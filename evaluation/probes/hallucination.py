@@ -5,6 +5,7 @@
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from diffllama.evaluation.datasets.data import Source
@@ -68,7 +69,7 @@ class Hallucination(HallucinationSettings, Probe[Document]):
                 "http://localhost:8000/v1, and the name of a model there with --judge-model."
             )
 
-    @property
+    @cached_property
     def judges(self) -> dict[str, Judge]:
         """The judges by name; those of the same name are numbered."""
         named = {}

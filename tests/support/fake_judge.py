@@ -35,6 +35,7 @@ class FakeJudge:
                     answer = 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": answer}}]})
                 status, text = answer
                 self.send_response(status)
+                self.send_header("Retry-After-Ms", "1")  # clients retry without a pause
                 self.send_header("Content-Length", str(len(text.encode())))
                 self.end_headers()
                 with suppress(ConnectionError):  # the client was impatient

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from diffllama.evaluation import judge
 from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.probes.hallucination import Hallucination
 from diffllama.evaluation.runs import ModelSpec, Report, run
@@ -45,7 +44,6 @@ def mean(report: Report, model: int = 0, **condition: Any) -> dict[str, float]:
 
 @pytest.fixture(autouse=True)
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJudge]:
-    monkeypatch.setattr(judge, "BACKOFF", 0.0)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     with FakeJudge(lambda body, count: endpoint.rule(body, count)) as endpoint:
