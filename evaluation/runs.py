@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 import torch
 import transformers
+from scipy.stats import bootstrap
 
 from diffllama import evaluation, modeling_diff
 from diffllama.checkpoints.files import locked, replace_file
@@ -33,6 +34,9 @@ from diffllama.evaluation.settings import Settings
 
 RESAMPLES = 1000
 """Bootstrap resamples of each interval."""
+
+RESAMPLES_AT_ONCE = 100
+"""Computed together, which bounds memory."""
 
 FEWEST = 6
 """Averages of fewer samples have no interval. A percentile interval never reaches beyond the smallest and the largest
@@ -187,15 +191,18 @@ class Report:
         ]
 
 
-def resampled(values: np.ndarray, weights: np.ndarray, picks: np.ndarray) -> np.ndarray:
-    """Weighted means of resamples: values and weights [samples], picks [resamples, samples] -> [resamples]."""
-    return (values * weights)[picks].sum(1) / weights[picks].sum(1)
+def weighted_means(values: np.ndarray, weights: np.ndarray, axis: int) -> np.ndarray:
+    """Weighted means of each metric for each model and, of two models, their difference.
 
+    Args:
+        values: [metrics, models, …, samples]. weights: of the samples, likewise.
+        axis: of the samples.
 
-def interval(means: np.ndarray) -> dict[str, float]:
-    """The percentile interval of resampled means."""
-    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return {"low": float(low), "high": float(high)}
+    Returns:
+        [metrics, models or 3, …]: of one model its means, of two A, B and B - A.
+    """
+    means = (values * weights).sum(axis) / weights.sum(axis)
+    return np.concatenate((means, means[:, 1:] - means[:, :1]), axis=1)
 
 
 @np.errstate(invalid="ignore")  # an infinite loss has no interval: NaN, not a warning
@@ -222,20 +229,31 @@ def average(measured: Sequence[Mapping[str, Outcome]], *, seed: int, intervals: 
         shared = sorted(set.intersection(*(set(samples) for samples in by_model)))
         if not shared:
             continue
-        # the same resamples for every model and metric, so that differences are of paired samples
-        picks = np.random.default_rng(seed).integers(len(shared), size=(RESAMPLES, len(shared)))
-        weights = [np.array([samples[name].weight for name in shared]) for samples in by_model]
-        row: Row = {"condition": condition, "samples": len(shared), "models": [{} for _ in by_model]}
-        for metric in by_model[0][shared[0]].values:
-            values = [np.array([samples[name].values[metric] for name in shared]) for samples in by_model]
-            means = [float((v * w).sum() / w.sum()) for v, w in zip(values, weights, strict=True)]
-            spread = intervals and len(shared) >= FEWEST
-            drawn = [resampled(v, w, picks) for v, w in zip(values, weights, strict=True)] if spread else []
-            for index, mean in enumerate(means):
-                row["models"][index][metric] = {"mean": mean} | (interval(drawn[index]) if drawn else {})
-            if len(means) == 2:
-                between = interval(drawn[1] - drawn[0]) if drawn else {}
-                row.setdefault("difference", {})[metric] = {"mean": means[1] - means[0]} | between
+        metrics = list(by_model[0][shared[0]].values)
+        values = np.array(
+            [[[model[name].values[metric] for name in shared] for model in by_model] for metric in metrics]
+        )
+        weights = np.broadcast_to([[model[name].weight for name in shared] for model in by_model], values.shape)
+        numbers = [[{"mean": mean} for mean in models] for models in weighted_means(values, weights, -1).tolist()]
+        if intervals and len(shared) >= FEWEST:
+            interval = bootstrap(
+                (values, weights),
+                weighted_means,
+                n_resamples=RESAMPLES,
+                batch=RESAMPLES_AT_ONCE,
+                paired=True,  # the same resamples for every model and metric
+                axis=-1,
+                confidence_level=CONFIDENCE,
+                method="percentile",
+                rng=np.random.default_rng(seed),
+            ).confidence_interval
+            for index in np.ndindex(interval.low.shape):
+                numbers[index[0]][index[1]] |= {"low": float(interval.low[index]), "high": float(interval.high[index])}
+        by_metric = dict(zip(metrics, numbers, strict=True))
+        models = [{metric: one[index] for metric, one in by_metric.items()} for index in range(len(by_model))]
+        row: Row = {"condition": condition, "samples": len(shared), "models": models}
+        if len(models) == 2:
+            row["difference"] = {metric: one[2] for metric, one in by_metric.items()}
         rows.append(row)
     return rows
 

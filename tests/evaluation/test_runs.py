@@ -28,8 +28,8 @@ from diffllama.evaluation.runs import (
     SampleStore,
     average,
     averages_over,
-    resampled,
     run,
+    weighted_means,
 )
 from support.tiny_loaded_models import tiny_loaded_model
 
@@ -62,10 +62,11 @@ class TestAverage:
         row = only(average([outcomes(0, 1, 0, 1, 0, 1)], seed=0, intervals=True))
         assert row["models"][0]["x"] == {"mean": 0.5, "low": pytest.approx(1 / 6), "high": pytest.approx(5 / 6)}
 
-    def test_a_resample_is_weighted(self) -> None:
-        picks = np.array([[0, 1], [1, 1], [0, 0], [1, 0]])
-        means = resampled(np.array([0.0, 1.0]), np.array([3.0, 1.0]), picks)
-        assert means.tolist() == [0.25, 1, 0, 0.25]
+    def test_weighted_means_of_resamples_with_their_difference(self) -> None:
+        values = np.array([[[[0.0, 1.0], [1.0, 1.0]], [[4.0, 8.0], [8.0, 8.0]]]])  # 1 metric, 2 models, 2 resamples
+        weights = np.array([3.0, 1.0])[None, None, None]
+        means = weighted_means(values, weights, -1)
+        assert means.tolist() == [[[0.25, 1], [5, 8], [4.75, 7]]]
 
     def test_a_difference_is_of_paired_samples(self) -> None:
         noise = np.random.default_rng(0).normal(size=30).round(3)
