@@ -1,115 +1,98 @@
-"""What evaluation/RESULTS.md says was measured is what the results beside it say."""
+"""The numbers in evaluation/RESULTS.md are those of the reports beside it, and its commands exist."""
 
 import json
 import re
 import shlex
-from collections.abc import Iterator
-from itertools import pairwise
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from diffllama.evaluation.commands import as_command, command
-from diffllama.evaluation.probes import probe_class
+from diffllama.evaluation.probes import PROBES, probe_class
 
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "evaluation/RESULTS.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^diffllama probe (.*)$", TEXT, re.MULTILINE)
-RESULTS = {file.stem: json.loads(file.read_text()) for file in (ROOT / "docs/evaluation").glob("*.json")}
+COMMANDS = re.findall(r"diffllama probe ([^`\n]+)", TEXT)
+REPORTS = {file.stem: json.loads(file.read_text()) for file in (ROOT / "docs/evaluation").glob("*.json")}
+
+METRICS = {
+    "gradients": {"Transformer": "transformer", "DIFF V1": "diff"},
+    "throughput": {
+        "Transformer": "transformer_tokens_per_second", "DIFF V1": "diff_tokens_per_second", "ratio": "ratio",
+    },
+}  # fmt: skip
+"""Report -> columns of its table with numbers -> their metrics. The other columns name the row's condition."""
 
 
-def options(words: list[str]) -> dict[str, Any]:
-    """What the options of a command come to, defaults included."""
-    name, *arguments = words
-    made = as_command(name, command(name))
-    return made.make_context(name, arguments).params
+def options(line: str) -> dict[str, Any]:
+    """The options of a probe's command, defaults included."""
+    name, *arguments = shlex.split(line)
+    return as_command(name, command(name)).make_context(name, arguments).params
+
+
+def table(name: str, text: str = TEXT) -> list[tuple[list[str], dict[str, str]]]:
+    """The rows of a report's table: the labels of each, and its numbers by column."""
+    lines = text.partition(f"probe {name} --output")[2].splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith("| "))
+    cells = [
+        [cell.strip() for cell in line[1:-1].split("|")]
+        for line in takewhile(lambda line: line.startswith("|"), lines[start:])
+    ]
+    numbers = METRICS[name]
+    labels = len(cells[0]) - len(numbers)
+    assert cells[0][labels:] == list(numbers)
+    return [(row[:labels], dict(zip(numbers, row[labels:], strict=True))) for row in cells[2:]]
+
+
+def differences(name: str, text: str = TEXT) -> list[str]:
+    """The numbers of a report's table that are not what the report has for that condition and metric."""
+    wrong = []
+    for labels, numbers in table(name, text):
+        condition = [int(label.replace(",", "")) if label[0].isdigit() else label for label in labels]
+        (row,) = [
+            row
+            for row in REPORTS[name]["rows"]
+            if sorted(map(str, row["condition"].values())) == sorted(map(str, condition))
+        ]
+        for column, number in numbers.items():
+            mean = row["models"][0][METRICS[name][column]]["mean"]
+            if number != f"{mean:,.{len(number.partition('.')[2])}f}":
+                wrong.append(number)
+    return wrong
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_a_command_has_the_settings_of_its_result(line: str) -> None:
-    words = shlex.split(line)
-    given, result = options(words), RESULTS[Path(words[words.index("--output") + 1]).name]
-    kind = probe_class(words[0])
-    assert result["probe"] == words[0]
-    assert result["paper"] == kind.paper
-    assert {name: given[name] for name in result["settings"]} == result["settings"]
-    if given.get("compare"):
-        assert [Path(model["name"]).name for model in result["models"]] == ["llama", "diff"]
+def test_command_with_todays_options_is_accepted(line: str) -> None:
+    assert options(line)["seed"] == 0
 
 
-LABELS = {
-    "", "needles", "arrangement", "bits", "demonstrations", "depth", "length", "pass", "position", "problems", "slice",
-    "step",
-}  # fmt: skip
-"""Headers of columns that say what a row is about."""
-
-METRICS = {
-    "sums": "acc", "sums divided by characters": "acc_norm", "with a stated answer": "stated", "NLL": "nll",
-    "tokens of reasoning": "tokens", "margin by chance": "chance", "ratio": "ratio",
-}  # fmt: skip
-"""Headers of columns -> metrics, where they differ."""
+def test_commands_are_of_every_probe_that_was_measured() -> None:
+    assert {line.split()[0] for line in COMMANDS} == {*PROBES} - {"hallucination", "scaling"}
 
 
-def tables(text: str) -> Iterator[tuple[dict[str, str], str, str]]:
-    """What each condition of a section's tables says: the row's labels, the column's header, and the number."""
-    lines = [[part.strip() for part in line[1:-1].split("|")] for line in text.splitlines() if line.startswith("| ")]
-    header: list[str] = []
-    for before, line in pairwise([[], *lines]):
-        if set("".join(line)) <= {"-"}:
-            header = before
-        elif header:
-            row = dict(zip(header, line, strict=True))
-            labels = {name: row.pop(name) for name in header if name in LABELS}
-            yield from ((labels, column, text) for column, text in row.items())
+@pytest.mark.parametrize("name", METRICS)
+def test_report_is_of_the_command_beside_it(name: str) -> None:
+    report, (line,) = REPORTS[name], [line for line in COMMANDS if line.split()[0] == name]
+    settings = options(line)
+    assert (report["probe"], report["paper"]) == (name, probe_class(name).paper)
+    assert {option: settings[option] for option in report["settings"]} == report["settings"]
+    assert not re.search(r"/(?:tmp|home|root|work)/", json.dumps(report))
+    for suffix in ("json", "png"):
+        assert f"(../docs/evaluation/{name}.{suffix})" in TEXT
 
 
-def measured(probe: str, row: dict[str, str], column: str) -> tuple[dict[str, Any], str]:
-    """The condition and the metric of a probe's results that a condition of its table is of."""
-    metric = METRICS.get(column, column)
-    match probe:
-        case "needles":
-            length = int(column.removesuffix(" tokens").replace(",", ""))
-            return {"needles": row["needles"], "length": length, "depth": "all"}, "accuracy"
-        case "attention":
-            return {"depth": float(row["depth"]), "shares": "signed"}, metric
-        case "context":
-            return {"position": int(column)}, "nll"
-        case "icl":
-            return {"shots": int(column)}, "accuracy"
-        case "outliers":
-            return {"activation": row[""].partition(",")[0]}, metric
-        case "logit-bits":
-            return {"bits": int(row["bits"])}, metric
-        case "gradients":
-            return {"gradient of": row[""], "step": int(row["step"])}, MODELS[column]
-        case "throughput":
-            speed = f"{MODELS[column]}_tokens_per_second" if column in MODELS else metric
-            return {"pass": row["pass"], "length": int(row["length"].replace(",", ""))}, speed
-    return row, metric
+@pytest.mark.parametrize("name", METRICS)
+def test_table_has_the_numbers_of_its_report(name: str) -> None:
+    assert REPORTS.keys() == METRICS.keys()
+    assert len(table(name)) >= 4
+    assert differences(name) == []
 
 
-MODELS = {"Transformer": "transformer", "DIFF V1": "diff"}
-
-
-@pytest.mark.parametrize("name", RESULTS)
-def test_every_number_of_a_table_is_the_one_that_was_measured_there(name: str) -> None:
-    result = RESULTS[name]
-    section = TEXT.partition(f"--output results/{name}\n")[2].partition("\n## ")[0]
-    told = list(tables(section))
-    assert len(told) >= 4
-    for labels, column, text in told:
-        condition, metric = measured(result["probe"], labels, column)
-        (row,) = [row for row in result["rows"] if condition.items() <= row["condition"].items()]
-        only = {"Llama": row["models"][:1], "DIFF": row["models"][1:]}.get(labels.get("", "").rpartition(", ")[2])
-        for model in only or row["models"]:
-            digits = len(text.partition(".")[2])
-            assert text == (f"{model[metric]['mean']:,.{digits}f}" if metric in model else ""), (labels, column)
-
-
-def test_every_result_and_figure_is_told_and_tells_nothing_of_the_machine() -> None:
-    assert len(COMMANDS) == len(RESULTS) >= 11
-    for name, result in RESULTS.items():
-        assert f"](../docs/evaluation/{name}.png)" in TEXT
-        assert not re.search(r"/(?:tmp|home|root|work)/", json.dumps(result))
+@pytest.mark.parametrize("name", METRICS)
+def test_number_of_another_condition_or_metric_is_noticed(name: str) -> None:
+    (_, first), (_, second), *_ = table(name)
+    for right, wrong in ((first, second["Transformer"]), (first, first["DIFF V1"])):
+        assert differences(name, TEXT.replace(f"| {right['Transformer']} |", f"| {wrong} |")) == [wrong]
