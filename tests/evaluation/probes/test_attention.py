@@ -1,7 +1,6 @@
 """Attention to an answer, planted and uniform, and its shares by arithmetic."""
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from diffllama.evaluation.datasets.data import Source
 from diffllama.evaluation.datasets.haystack import HEAD, ask
 from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.probes.attention import AttentionToAnswer, Passage, last_rows
-from diffllama.evaluation.runs import ModelSpec, Report, run
 from support.planted_attention import planted_model
+from support.probe_runs import run_probe
 from support.tiny_loaded_models import KINDS, tiny_loaded_model
 from support.tiny_models import tiny_tokenizer
 
@@ -177,52 +176,34 @@ def test_nothing_is_made_for_all_pairs_of_tokens_nor_for_all_words(kind: str) ->
     assert largest.elements == n * (96 if kind == "llama" else 128)  # the vocabulary has 257
 
 
-def measured(loaded_models: list[LoadedModel], output: Path, data: Path | None = None, **settings: Any) -> Report:
-    probe = AttentionToAnswer(**{"length": 500, "depth": [0.0, 1.0], "samples_per_condition": 2} | settings)
-    specs = [ModelSpec(one.name, {"name": one.name}, lambda one=one: one) for one in loaded_models]
-    return run(probe, specs, output=output, data=data)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_model_can_be_probed(kind: str, tmp_path: Path) -> None:
-    report = measured([tiny_loaded_model(kind)], tmp_path)
+def test_shares_of_two_models_differ_by_lambda_and_sum_to_one(tmp_path: Path) -> None:
+    probe = AttentionToAnswer(length=500, depth=[0.0, 1.0], samples_per_condition=2)
+    report = run_probe(probe, planted_model("llama"), planted_model("v1", second=0), output=tmp_path)
     assert [(row["condition"], row["samples"]) for row in report.rows] == [
         ({"depth": depth, "shares": shares}, 2) for depth in (0.0, 1.0) for shares in ("signed", "absolute")
     ]
     for row in report.rows:
-        parts = [row["models"][0][part]["mean"] for part in ("answer", "noise", "other")]
-        assert sum(parts) == pytest.approx(1)
-        assert row["condition"]["shares"] == "signed" or min(parts) > 0
-    assert json.loads((tmp_path / "results.json").read_text())["rows"] == report.rows
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
-
-
-def test_two_models_are_compared_in_a_run_that_goes_on(tmp_path: Path) -> None:
-    loaded_models = [planted_model("llama"), planted_model("v1", second=0)]
-    report = measured(loaded_models, tmp_path)
+        for model in row["models"]:
+            assert sum(model[part]["mean"] for part in ("answer", "noise", "other")) == pytest.approx(1)
+            assert row["condition"]["shares"] == "signed" or all(model[part]["mean"] >= 0 for part in model)
     row = report.select(depth=0.0, shares="signed")[0]
     assert row["difference"]["sum"]["mean"] == pytest.approx(-0.25)
     assert row["models"][1]["noise"]["mean"] < 0
-    kept = tmp_path / "samples-2.jsonl"
-    lines = kept.read_text().splitlines(keepends=True)
-    kept.write_text("".join(lines[:3]))  # two samples of four, after the header
-    assert measured(loaded_models, tmp_path).rows == report.rows
-    assert kept.read_text() == "".join(lines)
 
 
 def test_a_length_that_holds_no_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="50 tokens do not hold the question"):
-        measured([tiny_loaded_model("llama")], tmp_path, length=50)
+        run_probe(AttentionToAnswer(length=50), tiny_loaded_model("llama"), output=tmp_path)
 
 
 def test_data_without_text_is_refused(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(ValueError, match="has no text"):
-        measured([tiny_loaded_model("llama")], tmp_path / "out", empty)
+        run_probe(AttentionToAnswer(), tiny_loaded_model("llama"), output=tmp_path / "out", data=empty)
 
 
 def test_a_tokenizer_that_does_not_know_places_is_refused(tmp_path: Path) -> None:
     loaded = dataclasses.replace(tiny_loaded_model("llama"), tokenizer=ByT5Tokenizer())
     with pytest.raises(ValueError, match="tokenizer of llama does not say where its tokens are"):
-        measured([loaded], tmp_path)
+        run_probe(AttentionToAnswer(), loaded, output=tmp_path)

@@ -13,7 +13,8 @@ from diffllama.evaluation.datasets.data import find
 from diffllama.evaluation.probes import gradients
 from diffllama.evaluation.probes.gradients import Gradients, norms
 from diffllama.evaluation.probes.model_pair import SMALL, Pair
-from diffllama.evaluation.runs import Report, run
+from diffllama.evaluation.runs import Report
+from support.probe_runs import run_probe
 from support.tiny_models import VARIANTS, tiny_model, tokens
 
 
@@ -32,8 +33,7 @@ def made(**settings: Any) -> Gradients:
 
 
 def measured(output: Path, data: Path | None = None, **settings: Any) -> Report:
-    probe = made(**settings)
-    return run(probe, probe.specs(), output=output, data=data)
+    return run_probe(made(**settings), output=output, data=data)
 
 
 def test_norms_of_linear_layers_are_those_of_their_inputs() -> None:

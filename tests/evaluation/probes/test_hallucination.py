@@ -9,15 +9,14 @@ import pytest
 
 from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.probes.hallucination import Hallucination
-from diffllama.evaluation.runs import ModelSpec, Report, run
+from diffllama.evaluation.runs import Report
 from support.fake_judge import Answer, FakeJudge
+from support.probe_runs import run_probe
 from support.rule_based_lm import rule_based_lm
-from support.tiny_loaded_models import KINDS, tiny_loaded_model
 
 
 def measured(output: Path, *loaded_models: LoadedModel, data: Path | None = None, **settings: Any) -> Report:
-    specs = [ModelSpec(loaded.name, {}, lambda loaded=loaded: loaded) for loaded in loaded_models]
-    return run(Hallucination(**settings), specs, output=output, data=data)
+    return run_probe(Hallucination(**settings), *loaded_models, output=output, data=data)
 
 
 def summariser(known: int) -> LoadedModel:
@@ -166,12 +165,6 @@ def test_chat_templates_keep_every_paragraph(birds: Path, tmp_path: Path, endpoi
     loaded.tokenizer.chat_template = "<user>{{ messages[0].content }}<assistant>"
     report = measured(tmp_path, loaded, data=birds, documents=2, chat=True, judge_url=endpoint.url, max_tokens=15)
     assert [outcome.detail["response"] for outcome in report.outcomes[0].values()] == 2 * ["One.\n\nTwo."]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_model_can_be_probed(kind: str, tmp_path: Path, endpoint: FakeJudge) -> None:
-    report = measured(tmp_path, tiny_loaded_model(kind), judge_url=endpoint.url, max_tokens=5)
-    assert report.rows[0]["samples"] == 3
 
 
 @pytest.mark.parametrize(

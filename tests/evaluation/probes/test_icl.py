@@ -1,24 +1,18 @@
 """Many-shot classification by models of which it is known what they answer."""
 
-import json
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from diffllama.evaluation.datasets.data import find
 from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.probes.icl import SEPARATOR, ManyShot
-from diffllama.evaluation.runs import ModelSpec, Report, run
+from diffllama.evaluation.runs import Report
 from diffllama.evaluation.settings import ClassificationTask
+from support.probe_runs import run_probe
 from support.rule_based_lm import rule_based_lm
-from support.tiny_loaded_models import KINDS, tiny_loaded_model
-
-
-def measured(load: Callable[[], LoadedModel], output: Path, data: Path | None = None, **settings: Any) -> Report:
-    return run(ManyShot(**settings), [ModelSpec("model", {}, load)], output=output, data=data)
+from support.tiny_loaded_models import tiny_loaded_model
 
 
 def copier() -> LoadedModel:
@@ -47,7 +41,7 @@ def accuracies(report: Report) -> dict[int, float]:
 
 
 def test_each_demonstration_answers_one_question(tmp_path: Path) -> None:
-    report = measured(copier, tmp_path / "out", trec(tmp_path), length=1000)
+    report = run_probe(ManyShot(length=1000), copier(), output=tmp_path / "out", data=trec(tmp_path))
     assert {row["samples"] for row in report.rows} == {8}
     last = report.rows[-1]["condition"]["shots"]
     assert last == 9  # all but the one that is also a test question
@@ -72,20 +66,11 @@ def test_prompts_fill_the_length_and_grow_at_their_end(tmp_path: Path) -> None:
 
 def test_a_length_into_which_nothing_fits(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"No demonstration fits into 60 tokens\. Ask for more with --length"):
-        measured(copier, tmp_path / "out", trec(tmp_path), length=60)
+        run_probe(ManyShot(length=60), copier(), output=tmp_path / "out", data=trec(tmp_path))
 
 
-@pytest.mark.parametrize(("kind", "task"), zip(KINDS, ("trec", "banking77", "clinc150"), strict=True))
-def test_any_model_can_be_probed_and_a_run_goes_on(kind: str, task: ClassificationTask, tmp_path: Path) -> None:
-    settings = {"task": task, "length": 400, "questions": 4}
-    report = measured(lambda: tiny_loaded_model(kind), tmp_path, **settings)
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["rows"] == report.rows
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
+@pytest.mark.parametrize("task", ["banking77", "clinc150"])
+def test_built_in_samples_of_other_tasks_are_measured(task: ClassificationTask, tmp_path: Path) -> None:
+    probe = ManyShot(task=task, length=400, questions=4)
+    report = run_probe(probe, tiny_loaded_model("v1"), output=tmp_path)
     assert [row["condition"]["shots"] for row in report.rows][:3] == [1, 2, 4]
-
-    file = tmp_path / "samples-1.jsonl"
-    kept = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(kept[:-3]))
-    assert measured(lambda: tiny_loaded_model(kind), tmp_path, **settings).rows == report.rows
-    assert sorted(file.read_text().splitlines(keepends=True)) == sorted(kept)

@@ -1,11 +1,8 @@
 """Orders of demonstrations, and models of which it is known how much they heed them."""
 
-import json
 import random
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +12,8 @@ from diffllama.evaluation.datasets.data import find
 from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.probes.icl import SEPARATOR
 from diffllama.evaluation.probes.icl_order import ShotOrder, alternate, by_chance, spread
-from diffllama.evaluation.runs import ModelSpec, Report, run
+from support.probe_runs import run_probe
 from support.rule_based_lm import rule_based_lm
-from support.tiny_loaded_models import KINDS, tiny_loaded_model
-
-
-def measured(output: Path, *loads: Callable[[], LoadedModel], data: Path | None = None, **settings: Any) -> Report:
-    specs = [ModelSpec(f"model {number}", {}, load) for number, load in enumerate(loads)]
-    return run(ShotOrder(**settings), specs, output=output, data=data)
 
 
 def echo() -> LoadedModel:
@@ -85,8 +76,8 @@ def test_all_orders_have_the_same_demonstrations(tmp_path: Path) -> None:
         assert all(here != there for here, there in pairwise(labels)) == (arrangement == "alternating")
 
 
-def test_margins_of_models_that_heed_the_order_and_that_do_not(tmp_path: Path) -> None:
-    report = measured(tmp_path / "out", echo, steady, data=trec(tmp_path), length=600)
+def test_margins_of_models_that_heed_the_order_or_not_and_interval_of_accuracy_alone(tmp_path: Path) -> None:
+    report = run_probe(ShotOrder(length=600), echo(), steady(), output=tmp_path / "out", data=trec(tmp_path))
     assert [row["condition"]["arrangement"] for row in report.rows] == ["random", "alternating"]
     assert {row["condition"]["task"] for row in report.rows} == {"trec"}
     for row in report.rows:
@@ -101,11 +92,6 @@ def test_margins_of_models_that_heed_the_order_and_that_do_not(tmp_path: Path) -
         assert row["orders"][1] == [0.75] * 10
         assert row["difference"]["margin"]["mean"] == -0.5
         assert row["difference"]["worst"]["mean"] == 0.5
-
-
-def test_only_the_accuracy_has_an_interval_and_it_is_over_questions(tmp_path: Path) -> None:
-    report = measured(tmp_path / "out", echo, steady, data=trec(tmp_path), length=600)
-    for row in report.rows:
         for numbers in (*row["models"], row["difference"]):
             assert [metric for metric, value in numbers.items() if "low" in value] == ["accuracy"]
             assert numbers["accuracy"]["low"] <= numbers["accuracy"]["mean"] <= numbers["accuracy"]["high"]
@@ -120,23 +106,8 @@ def test_the_margin_by_chance_is_what_shuffled_answers_have() -> None:
     assert by_chance(np.array([[1.0, 0.0], [1.0, 0.0]]), seed=0) == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_model_can_be_probed_and_a_run_goes_on(kind: str, tmp_path: Path) -> None:
-    settings = {"length": 300, "questions": 4, "orders": 2}
-    report = measured(tmp_path, lambda: tiny_loaded_model(kind), **settings)
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["rows"] == report.rows
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
-
-    file = tmp_path / "samples-1.jsonl"
-    kept = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(kept[:-3]))
-    assert measured(tmp_path, lambda: tiny_loaded_model(kind), **settings).rows == report.rows
-    assert sorted(file.read_text().splitlines(keepends=True)) == sorted(kept)
-
-
 def test_models_whose_tokenizers_fit_different_demonstrations(tmp_path: Path) -> None:
     frugal = steady()
     frugal.tokenizer.add_tokens(["Question: question"])
     with pytest.raises(ValueError, match="tokenizers fit different numbers of demonstrations: measure them apart"):
-        measured(tmp_path / "out", steady, lambda: frugal, data=trec(tmp_path), length=400)
+        run_probe(ShotOrder(length=400), steady(), frugal, output=tmp_path / "out", data=trec(tmp_path))

@@ -1,10 +1,7 @@
 """The probe of quantised attention logits: values, errors and answers known by arithmetic."""
 
-import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,13 +18,9 @@ from diffllama.evaluation.probes.logit_bits import (
     quantised,
     quantised_attention,
 )
-from diffllama.evaluation.runs import ModelSpec, Report, run
+from support.probe_runs import run_probe
 from support.rule_based_lm import RuleBasedLM, byte_tokenizer
 from support.tiny_loaded_models import KINDS, tiny_loaded_model
-
-
-def measured(load: Callable[[], LoadedModel], output: Path, data: Path | None = None, **settings: Any) -> Report:
-    return run(LogitBits(**settings), [ModelSpec("model", {}, load)], output=output, data=data)
 
 
 def made_call(scores: torch.Tensor, mask: torch.Tensor | None = None) -> AttentionCall:
@@ -112,12 +105,10 @@ def test_a_model_without_a_preference_chooses_by_length(tmp_path: Path, monkeypa
     # -(1 + length) ln 257 is largest for the shortest; divided by the length, for the longest
     (tmp_path / "hellaswag_val_full.txt").write_text("a b\n0\nc\ncc\nccc\ncccc\nd e\n3\ncc\nccc\ncccc\nccccc\n")
 
-    def load() -> LoadedModel:
-        model = RuleBasedLM(lambda ids: dict.fromkeys(range(257), 0.0), 257).eval()
-        return LoadedModel(name="uniform", model=model, tokenizer=byte_tokenizer())
-
+    model = RuleBasedLM(lambda ids: dict.fromkeys(range(257), 0.0), 257).eval()
+    loaded = LoadedModel(name="uniform", model=model, tokenizer=byte_tokenizer())
     monkeypatch.setattr(LogitBits, "draw", lambda *_: None)
-    report = measured(load, tmp_path / "out", tmp_path)
+    report = run_probe(LogitBits(), loaded, output=tmp_path / "out", data=tmp_path)
     right = {name: [one.values for one in outcome.measurements] for name, outcome in report.outcomes[0].items()}
     assert right == {
         "hellaswag:0": [{"acc": 1.0, "acc_norm": 0.0}] * 4,
@@ -126,41 +117,19 @@ def test_a_model_without_a_preference_chooses_by_length(tmp_path: Path, monkeypa
 
 
 def test_scores_that_are_no_numbers_have_no_accuracy(tmp_path: Path) -> None:
-    def load() -> LoadedModel:
-        loaded = tiny_loaded_model("v1")
-        torch.nn.init.constant_(loaded.model.lm_head.weight, float("nan"))
-        return LoadedModel(name="broken", model=loaded.model.bfloat16(), tokenizer=loaded.tokenizer)
-
+    loaded = tiny_loaded_model("v1")
+    torch.nn.init.constant_(loaded.model.lm_head.weight, float("nan"))
+    loaded.model.bfloat16()
     with pytest.raises(ValueError, match=r"not numbers \(NaN\) in bfloat16\. Try another --dtype"):
-        measured(load, tmp_path, items=2)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_model_can_be_probed(kind: str, tmp_path: Path) -> None:
-    report = measured(lambda: tiny_loaded_model(kind), tmp_path, items=2)
-    assert json.loads((tmp_path / "results.json").read_text())["rows"] == report.rows
-    assert [row["samples"] for row in report.rows] == [2] * 4
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
-
-
-def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LogitBits, "draw", lambda *_: None)
-    report = measured(lambda: tiny_loaded_model("v1"), tmp_path, items=3)
-    file = tmp_path / "samples-1.jsonl"
-    kept = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(kept[:-1]))
-    again = measured(lambda: tiny_loaded_model("v1"), tmp_path, items=3)
-    assert again.rows == report.rows
-    assert file.read_text().startswith("".join(kept[:-1]))
-    assert list(again.outcomes[0]) == list(report.outcomes[0])
+        run_probe(LogitBits(items=2), loaded, output=tmp_path)
 
 
 def test_winogrande_and_its_two_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LogitBits, "draw", lambda *_: None)
-    report = measured(lambda: tiny_loaded_model("v1"), tmp_path, task="winogrande", items=2)
+    report = run_probe(LogitBits(task="winogrande", items=2), tiny_loaded_model("v1"), output=tmp_path)
     assert all(one["models"][0]["acc"] == one["models"][0]["acc_norm"] for one in report.rows)
 
 
 def test_there_is_no_such_task(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no task mmlu.*hellaswag"):
-        measured(lambda: tiny_loaded_model("v1"), tmp_path, task="mmlu")
+        run_probe(LogitBits(task="mmlu"), tiny_loaded_model("v1"), output=tmp_path)

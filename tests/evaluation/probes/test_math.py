@@ -10,14 +10,13 @@ import pytest
 from diffllama.evaluation.datasets.word_problems import LATEX, WORDS, Problem
 from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.probes.math import Math
-from diffllama.evaluation.runs import ModelSpec, Report, run
+from diffllama.evaluation.runs import Report
+from support.probe_runs import run_probe
 from support.rule_based_lm import rule_based_lm
-from support.tiny_loaded_models import KINDS, tiny_loaded_model
 
 
 def measured(output: Path, *loaded_models: LoadedModel, data: Path | None = None, **settings: Any) -> Report:
-    specs = [ModelSpec(loaded.name, {}, lambda loaded=loaded: loaded) for loaded in loaded_models]
-    return run(Math(**settings), specs, output=output, data=data)
+    return run_probe(Math(**settings), *loaded_models, output=output, data=data)
 
 
 def solver(known: Callable[[int], bool], thought: str) -> LoadedModel:
@@ -119,23 +118,6 @@ def test_problems_are_drawn_by_the_seed(sums: Path, tmp_path: Path) -> None:
     assert len(set(drawn[0])) == 4
     assert set(drawn[0]) != set(drawn[2])
     assert len(measured(tmp_path / "all", loaded, data=sums, problems=99, max_tokens=1).outcomes[0]) == 8
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_model_can_be_probed_and_a_run_goes_on(kind: str, tmp_path: Path) -> None:
-    settings = {"problems": 3, "shots": 1, "max_tokens": 5}
-    report = measured(tmp_path, tiny_loaded_model(kind), **settings)
-    assert report.rows[0]["samples"] == 3
-    file = tmp_path / "samples-1.jsonl"
-    lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(lines[:2]))
-    loaded = tiny_loaded_model(kind)
-    asked: list[int] = []
-    generate = loaded.model.generate
-    loaded.model.generate = lambda ids, **kwargs: asked.extend([1] * len(ids)) or generate(ids, **kwargs)
-    assert measured(tmp_path, loaded, **settings).rows == report.rows
-    assert len(asked) == 2
-    assert sorted(file.read_text().splitlines(keepends=True)) == sorted(lines)
 
 
 @pytest.mark.parametrize("task", ["math", "svamp", "asdiv", "mawps"])

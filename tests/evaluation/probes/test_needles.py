@@ -10,14 +10,14 @@ from typer.testing import CliRunner
 from diffllama.cli import app
 from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.probes.needles import Needles
-from diffllama.evaluation.runs import ModelSpec, Report, run
+from diffllama.evaluation.runs import Report
+from support.probe_runs import run_probe
 from support.rule_based_lm import rule_based_lm
-from support.tiny_models import VARIANTS, tiny_model
 
 
 def measured(loaded: LoadedModel, output: Path, **settings: object) -> Report:
     probe = Needles(**({"length": [600, 900], "depth": [0.0, 1.0], "samples_per_condition": 3} | settings))
-    return run(probe, [ModelSpec(loaded.name, {"name": loaded.name}, lambda: loaded)], output=output)
+    return run_probe(probe, loaded, output=output)
 
 
 def remembers(text: str, near: int) -> str:
@@ -63,19 +63,6 @@ def test_only_the_first_line_is_an_answer(tmp_path: Path) -> None:
     )
     assert [row["models"][0]["accuracy"]["mean"] for row in report.rows] == [0.0] * 4
     assert {outcome.detail["answer"] for outcome in report.outcomes[0].values()} == {" 7."}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_any_model_can_be_probed(variant: str, tmp_path: Path) -> None:
-    tokenizer = rule_based_lm(lambda _: "", "").tokenizer
-    loaded = LoadedModel(
-        name=variant,
-        model=tiny_model(variant, vocab_size=len(tokenizer), max_position_embeddings=1024),
-        tokenizer=tokenizer,
-    )
-    report = measured(loaded, tmp_path, length=[600], depth=[0.5], samples_per_condition=2, needles=["1_of_1"])
-    assert [row["condition"]["depth"] for row in report.rows] == [0.5, "all"]
-    assert all(outcome.detail["answer"] is not None for outcome in report.outcomes[0].values())
 
 
 def test_a_prompt_has_tokens() -> None:

@@ -9,10 +9,10 @@ import torch
 
 from diffllama.evaluation import attention
 from diffllama.evaluation.datasets.data import Source
-from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.probes.outliers import RANKS, Magnitudes, Outliers, magnitudes
-from diffllama.evaluation.runs import ModelSpec, Report, dumps, run
+from diffllama.evaluation.runs import dumps
 from support.planted_attention import planted_model
+from support.probe_runs import run_probe
 from support.tiny_loaded_models import KINDS, tiny_loaded_model
 from support.tiny_models import tiny_model, tokens
 
@@ -158,45 +158,26 @@ def test_pieces_are_of_every_text_in_turn(tmp_path: Path) -> None:
     assert pieces(64) == whole  # a fourth would be of text c
 
 
-def measured(loaded_models: list[LoadedModel], output: Path, data: Path | None = None, **settings: Any) -> Report:
-    specs = [ModelSpec(one.name, {"name": one.name}, lambda one=one: one) for one in loaded_models]
-    return run(Outliers(**{"tokens": 96, "length": 32} | settings), specs, output=output, data=data)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_model_can_be_probed(kind: str, tmp_path: Path) -> None:
-    report = measured([tiny_loaded_model(kind)], tmp_path)
+def test_magnitudes_of_two_models_are_compared(tmp_path: Path) -> None:
+    models = planted_model("llama", markers=" ", score=12), planted_model("v1", markers=" ", score=12, second=-3)
+    report = run_probe(Outliers(tokens=96, length=32), *models, output=tmp_path)
     assert [row["condition"]["activation"] for row in report.rows] == ["attention logits", "hidden states"]
     for row in report.rows:
-        numbers = row["models"][0]
         assert row["samples"] == 3
-        assert list(numbers) == [*(f"top-{rank}" for rank in RANKS), "median"]
-        assert all(set(number) == {"mean"} for number in numbers.values())
-        assert numbers["top-1"]["mean"] > numbers["top-100"]["mean"] > numbers["median"]["mean"] > 0
-    assert json.loads((tmp_path / "results.json").read_text())["rows"] == report.rows
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
-
-
-def test_two_models_are_compared_in_a_run_that_goes_on(tmp_path: Path) -> None:
-    loaded_models = [
-        planted_model("llama", markers=" ", score=12),
-        planted_model("v1", markers=" ", score=12, second=-3),
-    ]
-    report = measured(loaded_models, tmp_path)
+        for metrics in row["models"]:
+            assert list(metrics) == [*(f"top-{rank}" for rank in RANKS), "median"]
+            assert all(set(number) == {"mean"} for number in metrics.values())
     numbers = report.rows[0]
     assert numbers["models"][0]["top-1"]["mean"] == pytest.approx(12, rel=1e-4)
     assert numbers["difference"]["top-1"]["mean"] == pytest.approx(0, abs=1e-3)
-    kept = tmp_path / "samples-1.jsonl"
-    lines = kept.read_text().splitlines(keepends=True)
-    kept.write_text("".join(lines[:2]))  # one sample of three, after the header
-    assert measured(loaded_models, tmp_path).rows == report.rows
-    assert kept.read_text() == "".join(lines)
 
 
 def test_all_pieces_count_together(tmp_path: Path) -> None:
     """Three pieces of 16 letters, a seventh of one, a first of another: 10 and 16 queries see them in 4 · 2 maps."""
     data = texts_of(tmp_path / "texts", a="abcdef7hijklmnop" + "7bcdefghijklmnop" + "abcdefghijklmnop")
-    report = measured([planted_model("llama", markers="7", score=5)], tmp_path / "out", data, tokens=48, length=16)
+    report = run_probe(
+        Outliers(tokens=48, length=16), planted_model("llama", markers="7", score=5), output=tmp_path / "out", data=data
+    )
     numbers = report.rows[0]["models"][0]
     assert numbers["top-100"]["mean"] == pytest.approx(5, rel=1e-4)
     counts: dict[int, int] = {}
@@ -210,7 +191,7 @@ def test_all_pieces_count_together(tmp_path: Path) -> None:
 
 def test_a_length_that_no_text_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"No text in .* has 100,000 tokens. Ask for fewer with --length"):
-        measured([tiny_loaded_model("llama")], tmp_path, length=100_000)
+        run_probe(Outliers(length=100_000), tiny_loaded_model("llama"), output=tmp_path)
 
 
 def test_a_model_that_fails_keeps_no_hook_and_is_not_watched() -> None:

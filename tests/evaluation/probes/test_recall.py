@@ -1,23 +1,16 @@
 """The probe of recall: n-grams counted by hand, and a model whose losses are known."""
 
-import json
-from collections.abc import Callable
 from itertools import pairwise
 from math import log
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.probes.recall import Recall, repeated
-from diffllama.evaluation.runs import ModelSpec, Report, run
+from diffllama.evaluation.runs import Report
+from support.probe_runs import run_probe
 from support.rule_based_lm import RuleBasedLM, byte_tokenizer
-from support.tiny_loaded_models import KINDS, tiny_loaded_model
-
-
-def measured(load: Callable[[], LoadedModel], output: Path, data: Path | None = None, **settings: Any) -> Report:
-    return run(Recall(**settings), [ModelSpec("model", {}, load)], output=output, data=data)
 
 
 def reciter() -> LoadedModel:
@@ -59,7 +52,7 @@ def test_losses_of_a_model_that_recites(tmp_path: Path) -> None:
     # b, c and a follow what is new, b after a is a hit, and after b comes c, not d
     (tmp_path / "1.txt").write_text("abcabd")
     (tmp_path / "2.txt").write_text("aaaaxx")  # two a are hits; the first, and both x, are not
-    report = measured(reciter, tmp_path / "out", tmp_path, length=6)
+    report = run_probe(Recall(length=6), reciter(), output=tmp_path / "out", data=tmp_path)
     new, hit, wrong = log(257), log(2), log(512)
     by_text = {
         name: {one.condition["slice"]: (one.weight, one.values["nll"]) for one in outcome.measurements}
@@ -82,37 +75,20 @@ def test_ngrams_that_other_texts_have_often_are_no_hits(tmp_path: Path, monkeypa
     (tmp_path / "2.txt").write_text("ab ab ab bc bc")  # ab three times, bc twice
     tokens = {}
     for frequent in (None, 3, 2, 1):
-        report = measured(reciter, tmp_path / f"{frequent}", tmp_path, length=6, texts=1, frequent=frequent)
+        report = run_probe(
+            Recall(length=6, texts=1, frequent=frequent), reciter(), output=tmp_path / f"{frequent}", data=tmp_path
+        )
         tokens[frequent] = {name: count for name, (count, _) in slices(report).items()}
     both = {"AR-hit": 2, "others": 3, "all": 5}
     assert tokens == {None: both, 3: both, 2: {"AR-hit": 1, "others": 4, "all": 5}, 1: {"others": 5, "all": 5}}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_model_can_be_probed(kind: str, tmp_path: Path) -> None:
-    report = measured(lambda: tiny_loaded_model(kind), tmp_path, length=200)
-    assert json.loads((tmp_path / "results.json").read_text())["rows"] == report.rows
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
-    counts = {name: count for name, (count, _) in slices(report).items()}
-    assert counts["all"] == 2 * 199 == counts["AR-hit"] + counts["others"]
-
-
-def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recall, "draw", lambda *_: None)
-    report = measured(lambda: tiny_loaded_model("v1"), tmp_path, length=100)
-    file = tmp_path / "samples-1.jsonl"
-    kept = file.read_text()
-    file.write_text("".join(kept.splitlines(keepends=True)[:-1]))
-    assert measured(lambda: tiny_loaded_model("v1"), tmp_path, length=100).rows == report.rows
-    assert file.read_text() == kept
-
-
 def test_texts_that_are_too_short(tmp_path: Path) -> None:
     (tmp_path / "1.txt").write_text("abcabd")
     with pytest.raises(ValueError, match=r"No text in .* has 7 tokens.*--length"):
-        measured(reciter, tmp_path / "out", tmp_path, length=7)
+        run_probe(Recall(length=7), reciter(), output=tmp_path / "out", data=tmp_path)
 
 
 def test_nothing_to_count_ngrams_in(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--frequent needs texts besides the 2 measured: lower --texts"):
-        measured(reciter, tmp_path, length=50, frequent=1250)
+        run_probe(Recall(length=50, frequent=1250), reciter(), output=tmp_path)

@@ -8,12 +8,18 @@ from typing import Any
 import pytest
 
 from diffllama.evaluation.probes.scaling import Curve, PowerLaw, Scaling
-from diffllama.evaluation.runs import Report, run
+from diffllama.evaluation.runs import Report
+from support.probe_runs import run_probe
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws no figure, which takes most of the time."""
+    monkeypatch.setattr(Scaling, "draw", lambda *_: None)
 
 
 def measured(output: Path, data: Path | None = None) -> Report:
-    probe = Scaling()
-    return run(probe, probe.specs(), output=output, data=data)
+    return run_probe(Scaling(), output=output, data=data)
 
 
 def table(folder: Path, *rows: str, header: str = "architecture,parameters,tokens,loss") -> Path:
@@ -41,6 +47,7 @@ def test_the_law_that_made_the_losses_is_found_and_turned_round() -> None:
     assert (law.a, law.b, law.c) == pytest.approx((8, 0.5, 0))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_diff_that_needs_a_quarter(tmp_path: Path) -> None:
     report = measured(tmp_path / "out", table(tmp_path, *reversed(TRANSFORMER + DIFF)))
     for name, a in (("transformer", 8), ("diff", 4)):
@@ -55,6 +62,7 @@ def test_a_diff_that_needs_a_quarter(tmp_path: Path) -> None:
         assert numbers == pytest.approx({"loss": loss, "transformer": 4 * size, "share": 0.25}, rel=1e-5)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_range_is_of_the_fits_without_a_point(tmp_path: Path) -> None:
     rows = ("transformer,4,,4", "transformer,16,,2", "transformer,64,,1", "diff,4,,2", "diff,16,,1", "diff,64,,1")
     report = measured(tmp_path / "out", table(tmp_path, *rows))
@@ -66,6 +74,7 @@ def test_the_range_is_of_the_fits_without_a_point(tmp_path: Path) -> None:
     assert row["models"][0]["share"] == pytest.approx({"mean": 2 ** (-4 / 3), "low": 0.25, "high": 0.5})
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_loss_that_no_transformer_reaches_is_a_share_of_none(tmp_path: Path) -> None:
     rows = (row.replace("1.2", "0.1").replace("1.5", "0.5") for row in DIFF)
     report = measured(tmp_path / "out", table(tmp_path, *TRANSFORMER, *rows))
@@ -75,6 +84,7 @@ def test_a_loss_that_no_transformer_reaches_is_a_share_of_none(tmp_path: Path) -
     assert json.loads((tmp_path / "out" / "results.json").read_text())["rows"] != []
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
 def test_the_same_tokens_or_the_same_parameters_make_a_curve(kind: str, tmp_path: Path) -> None:
     rows = [*(row.replace(",,", ",9,") for row in TRANSFORMER + DIFF), "transformer,64,10,1.9"]

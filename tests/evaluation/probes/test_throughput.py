@@ -13,7 +13,8 @@ from diffllama import DiffLlamaConfig
 from diffllama.configuration import preset
 from diffllama.evaluation.probes import model_pair, throughput
 from diffllama.evaluation.probes.throughput import PASSES, WARM_UP, Throughput, check, step
-from diffllama.evaluation.runs import Report, run
+from diffllama.evaluation.runs import Report
+from support.probe_runs import run_probe
 from support.tiny_models import VARIANTS, tiny_model, tokens
 
 
@@ -25,8 +26,9 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measured(output: Path, **settings: Any) -> Report:
-    probe = Throughput(**({"length": [8, 16], "rounds": 3, "batch": 2, "device": "cpu"} | settings))
-    return run(probe, probe.specs(), output=output)
+    return run_probe(
+        Throughput(**({"length": [8, 16], "rounds": 3, "batch": 2, "device": "cpu"} | settings)), output=output
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,0 +1,62 @@
+"""What every probe of loaded models does: it measures any model, writes a report, and goes on where it broke off."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diffllama.evaluation.probes import PROBES, probe_class, settings_class
+from diffllama.evaluation.runs import Probe
+from support.fake_judge import FakeJudge
+from support.probe_runs import run_probe
+from support.tiny_loaded_models import KINDS, tiny_loaded_model
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "needles": {"length": [600], "depth": [0.5], "samples_per_condition": 2, "needles": ["1_of_1"]},
+    "attention": {"length": 500, "depth": [0.0, 1.0], "samples_per_condition": 1},
+    "context": {"length": 100},
+    "recall": {"length": 100},
+    "icl": {"length": 300, "questions": 4},
+    "icl-order": {"length": 300, "questions": 4, "orders": 2},
+    "outliers": {"tokens": 96, "length": 32},
+    "logit-bits": {"items": 2},
+    "hallucination": {"max_tokens": 5, "documents": 2},
+    "math": {"problems": 3, "shots": 1, "max_tokens": 5},
+}
+"""Probe of models that the user names -> settings of a small run on its built-in sample."""
+
+
+@pytest.fixture
+def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJudge]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with FakeJudge(lambda body, count: "Conclusion: True") as judge:
+        yield judge
+
+
+def test_settings_are_of_all_probes_that_load_models() -> None:
+    assert list(SETTINGS) == [name for name in PROBES if settings_class(name).loads_models]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_any_model_is_measured_in_a_run_that_goes_on(
+    name: str, kind: str, judge: FakeJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SETTINGS[name] | ({"judge_url": judge.url} if name == "hallucination" else {})
+    probe: Probe[Any] = probe_class(name)(**settings)
+    report = run_probe(probe, tiny_loaded_model(kind), output=tmp_path)
+    assert json.loads((tmp_path / "results.json").read_text())["rows"] == report.rows != []
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+    file = tmp_path / "samples-1.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:2]))  # the header and one sample
+    monkeypatch.setattr(type(probe), "draw", lambda *_: None)  # takes most of the time
+    again = run_probe(probe, tiny_loaded_model(kind), output=tmp_path)
+    assert again.rows == report.rows
+    assert list(again.outcomes[0]) == list(report.outcomes[0])
+    if name != "logit-bits":  # whose log-likelihoods differ by rounding in other batches
+        assert sorted(file.read_text().splitlines(keepends=True)) == sorted(lines)

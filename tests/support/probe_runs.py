@@ -1,0 +1,13 @@
+"""Runs of probes on models that are loaded already."""
+
+from pathlib import Path
+from typing import Any
+
+from diffllama.evaluation.models import LoadedModel
+from diffllama.evaluation.runs import ModelSpec, Probe, Report, run
+
+
+def run_probe(probe: Probe[Any], *models: LoadedModel, output: Path, data: Path | None = None) -> Report:
+    """The report of a probe on these models, or on those that it makes itself."""
+    specs = [ModelSpec(model.name, {"name": model.name}, lambda model=model: model) for model in models]
+    return run(probe, specs or probe.specs(), output=output, data=data)
