@@ -124,10 +124,12 @@ class Probe(Settings, ABC, Generic[S]):
         raise NotImplementedError
 
     @abstractmethod
-    def samples(self, source: Source | None, loaded: Any) -> Mapping[str, S]:
-        """Its samples by their names; the same ones for the same settings, data and tokenizer.
+    def samples(self, source: Any, loaded: Any) -> Mapping[str, S]:
+        """Its samples by name; the same ones for the same settings, data and tokenizer.
 
-        `loaded` is a `LoadedModel`, or whatever else the probe's own `specs` load.
+        Args:
+            source: the data, a `Source`; `None` of a probe that reads no data.
+            loaded: a `LoadedModel`, or what the probe's own `specs` load.
         """
 
     def tokens_at_once(self, loaded: LoadedModel, samples: Mapping[str, S]) -> int:

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of every probe: the fields of its class and the options of its command.
 
-They are apart from the probes so that the command line shows and checks them without importing torch.
+The help text of a field documents it. They are apart from the probes so that the command line shows and checks them
+without importing torch.
 """
 
 from dataclasses import dataclass, field
@@ -34,11 +35,7 @@ WordProblemTask = Literal["gsm8k", "math", "svamp", "asdiv", "mawps"]
 
 @dataclass(kw_only=True)
 class Settings:
-    """Of every probe.
-
-    Args:
-        seed: of everything that is drawn at random.
-    """
+    """Of every probe."""
 
     command: ClassVar[str]
     """The probe's name on the command line."""
@@ -64,9 +61,9 @@ class LongTextSettings(Settings):
 class InContextSettings(Settings):
     """Of probes that classify after demonstrations."""
 
-    task: Annotated[ClassificationTask, typer.Option(help="Data set.")] = "trec"
-    length: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 1024
-    questions: Annotated[int, typer.Option(min=1, help="How many test questions.")] = 50
+    task: Annotated[ClassificationTask, typer.Option(help="Data set; trec-fine has the 50 fine classes.")] = "trec"
+    length: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt with its answer.")] = 1024
+    questions: Annotated[int, typer.Option(min=1, help="How many test questions, drawn at random; at most all.")] = 50
 
 
 @dataclass(kw_only=True)
@@ -76,7 +73,9 @@ class ModelPairSettings(Settings):
     loads_models: ClassVar[bool] = False
 
     size: Annotated[str | None, typer.Option(help=f"{', '.join(preset_names())}; a small model by default.")] = None
-    variant: Annotated[Variant, typer.Option(help="Of the differential model.")] = "v1"
+    variant: Annotated[
+        Variant, typer.Option(help="v1 has half the Transformer's heads, twice as wide; v2 as many, of equal width.")
+    ] = "v1"
     device: Device = None
 
 
@@ -105,7 +104,7 @@ class AttentionToAnswerSettings(Settings):
     command: ClassVar[str] = "attention"
     paper: ClassVar[str] = "section 3.4, table 3; figure 1"
 
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 4096
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, or up to a sentence fewer.")] = 4096
     depth: Depths = field(default_factory=DEPTHS.copy)
     samples_per_condition: Annotated[int, typer.Option("--samples", min=1, help="Prompts of each depth.")] = 10
 
@@ -147,7 +146,7 @@ class ShotOrderSettings(InContextSettings):
     command: ClassVar[str] = "icl-order"
     paper: ClassVar[str] = "section 3.5, figure 7"
 
-    orders: Annotated[int, typer.Option(min=2, help="Permutations of each arrangement.")] = 10
+    orders: Annotated[int, typer.Option(min=2, help="Permutations of each arrangement, each with its own seed.")] = 10
 
 
 @dataclass(kw_only=True)
@@ -157,7 +156,7 @@ class OutliersSettings(Settings):
     command: ClassVar[str] = "outliers"
     paper: ClassVar[str] = "section 3.7, table 5"
 
-    tokens: Annotated[int, typer.Option(min=1, help="So many tokens, if there are; the paper has 400000.")] = 8192
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to measure, in whole pieces; the paper has 400000.")] = 8192
     length: Annotated[int, typer.Option(min=16, help="Tokens of each piece of a text.")] = 1024
 
 
@@ -169,7 +168,7 @@ class LogitBitsSettings(Settings):
     paper: ClassVar[str] = "section 3.7, figure 8"
 
     task: Annotated[MultipleChoiceTask, typer.Option(help="Which questions.")] = "hellaswag"
-    items: Annotated[int, typer.Option(min=1, help="How many questions, drawn at random.")] = 500
+    items: Annotated[int, typer.Option(min=1, help="How many questions, drawn at random; at most all.")] = 500
     batch_tokens: BatchTokens = 4096
 
 
@@ -185,7 +184,7 @@ class HallucinationSettings(Settings):
     length: Annotated[int, typer.Option(min=1, help="Tokens of a document that are read; its beginning.")] = 4096
     chat: Annotated[bool, typer.Option("--chat", help="Ask in the model's chat template.")] = False
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens at which a response is cut off.")] = 128
-    judge_url: Annotated[str, typer.Option(help="Base address of an OpenAI-compatible endpoint.")] = ""
+    judge_url: Annotated[str, typer.Option(help="An OpenAI-compatible endpoint; its key is in OPENAI_API_KEY.")] = ""
     judge_model: Annotated[list[str], typer.Option(help="A judge's name there. May be repeated.")] = field(
         default_factory=lambda: ["gpt-4o"]
     )
@@ -218,7 +217,7 @@ class GradientsSettings(ModelPairSettings):
     steps: Annotated[int, typer.Option(min=0, help="Training steps before the last measurement.")] = 100
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 8
     length: Annotated[int, typer.Option(min=3, help="Bytes of a sequence.")] = 256
-    learning_rate: Annotated[float, typer.Option(min=0, help="Of AdamW; constant.")] = 1.5e-4
+    learning_rate: Annotated[float, typer.Option(min=0, help="Of AdamW, constant; the scaling study's.")] = 1.5e-4
 
 
 @dataclass(kw_only=True)

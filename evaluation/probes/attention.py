@@ -93,18 +93,12 @@ class AttentionToAnswer(AttentionToAnswerSettings, Probe[Passage]):
 
     `sum` is what they were divided by. `detail` has each layer's averages over heads, not divided, and for the heat map
     those of 32 equal pieces of the text, divided by the layer's Σ|a|.
-
-    Args:
-        length: tokens of the prompts, at most, and fewer by less than a sentence.
-        depth: where the needle stands, 0 at the beginning of the text, 1 at its end.
-        samples_per_condition: prompts for each depth; the same texts, cities and numbers for all of them.
     """
 
     dataset: ClassVar[str] = "novels"
 
-    def samples(self, source: Source | None, loaded: LoadedModel) -> Mapping[str, Passage]:
+    def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, Passage]:
         """Prompts with one needle, as token ids."""
-        assert source is not None
         haystack = Haystack(texts(source).values(), loaded.tokenizer, self.length)
         return {
             f"{depth} {number}": self.passage(haystack, depth, number, loaded)

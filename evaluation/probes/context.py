@@ -21,7 +21,7 @@ from diffllama.evaluation.settings import ContextSettings
 class Context(ContextSettings, LongTextProbe[list[int]]):
     """Cumulative average negative log-likelihood by position, on long texts."""
 
-    def samples(self, source: Source | None, loaded: LoadedModel) -> Mapping[str, list[int]]:
+    def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, list[int]]:
         """The beginnings of texts, as token ids."""
         return self.beginnings(source, loaded)
 

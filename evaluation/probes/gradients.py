@@ -55,12 +55,6 @@ class Gradients(GradientsSettings, ModelPairProbe[torch.Tensor]):
     norm 1.
 
     A run that broke off trains again from the beginning, and keeps what it has.
-
-    Args:
-        steps: of the training before the last measurement.
-        batch: sequences of a step.
-        length: bytes of a sequence.
-        learning_rate: of AdamW; by default the scaling study's, up to 2.8B.
     """
 
     dataset: ClassVar[str] = "novels"
@@ -75,13 +69,12 @@ class Gradients(GradientsSettings, ModelPairProbe[torch.Tensor]):
         """0, the powers of ten, and the last."""
         return [0] * (self.steps > 0) + [10**power for power in range(9) if 10**power < self.steps] + [self.steps]
 
-    def samples(self, source: Source | None, loaded: Pair) -> Mapping[str, torch.Tensor]:
+    def samples(self, source: Source, loaded: Pair) -> Mapping[str, torch.Tensor]:
         """For each step that is measured, the batches up to it, its own the last: [steps, batch, length].
 
         Raises:
             ValueError: the texts are shorter than a sequence.
         """
-        assert source is not None
         content = bytearray("\n\n".join(texts(source).values()).encode())
         if len(content) < self.length:
             raise ValueError(

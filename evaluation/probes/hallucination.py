@@ -47,17 +47,6 @@ class Hallucination(HallucinationSettings, Probe[Document]):
     equal verdicts, over responses that they saw) and Fleiss' κ are reported too; name a judge twice to see how far it
     agrees with itself.
 
-    Args:
-        task: which documents; the first three are summarised.
-        documents: how many of them, drawn at random.
-        length: tokens of a document that are read, by the model and the judge; the rest is left out.
-        chat: use the chat template.
-        max_tokens: where a response is cut off.
-        judge_url: base address of an OpenAI-compatible endpoint. Its key is read from `OPENAI_API_KEY`.
-        judge_model: names of judges there.
-        judge_timeout: seconds that a judge's reply may take.
-        batch_tokens: at most so many tokens of prompts are computed at once, or one prompt.
-
     Raises:
         ValueError: there is no judge, or its address is none.
     """
@@ -88,9 +77,8 @@ class Hallucination(HallucinationSettings, Probe[Document]):
         """What a response is."""
         return "summary" if self.task in SUMMARIES else "answer"
 
-    def samples(self, source: Source | None, loaded: LoadedModel) -> Mapping[str, Document]:
+    def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, Document]:
         """The documents that are drawn, cut to `length`."""
-        assert source is not None
         found = read(self.task, source)
         drawn = random.Random(f"{self.seed}:{self.task}").sample(list(found), min(self.documents, len(found)))
         return {name: self.cut(found[name], loaded) for name in drawn}

@@ -36,11 +36,6 @@ class InContext(InContextSettings, Probe[Trial]):
     and `Type: …` for each demonstration, at the end a question without its type, and greedy decoding that is
     constrained to the classes' names. Each demonstration is tokenised by itself. Training examples whose text is also a
     test question are left out. CLINC150 is used without its texts that are out of scope.
-
-    Args:
-        task: the data set; TREC with its 6 coarse classes or with its 50 fine ones.
-        length: tokens that the longest prompt has at most, its answer included.
-        questions: how many test questions are drawn at random, not balanced by class; at most all.
     """
 
     @property
@@ -56,13 +51,12 @@ class InContext(InContextSettings, Probe[Trial]):
     def arrange(self, demonstrations: list[Example]) -> Iterator[tuple[Condition, Sequence[Example]]]:
         """Demonstrations as they stand in each condition's context."""
 
-    def samples(self, source: Source | None, loaded: LoadedModel) -> Mapping[str, Trial]:
+    def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, Trial]:
         """Every test question in every condition.
 
         Raises:
             ValueError: not even one demonstration fits.
         """
-        assert source is not None
         train, test = read_examples(self.task, source)
         words = TASKS[self.task]
         labels = sorted({one.label for one in train})

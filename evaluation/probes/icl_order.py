@@ -72,9 +72,6 @@ class ShotOrder(ShotOrderSettings, InContext):
     The best and the worst of several orders lie apart even if the order has no effect, the farther the fewer the
     questions: `chance` is the margin that is left, on average, when every question's answers are shuffled among the
     orders. The interval of the accuracy is over test questions. Extremes have none, for resampling drives them apart.
-
-    Args:
-        orders: permutations of each arrangement, each with a seed of its own.
     """
 
     def choose(self, train: list[Example]) -> Sequence[Example]:

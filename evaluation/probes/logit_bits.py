@@ -73,11 +73,6 @@ class LogitBits(LogitBitsSettings, Probe[Item]):
 
     `acc` counts the answer whose tokens have the largest sum of log-probabilities, `acc_norm` that sum divided by the
     answer's characters, as the LM Evaluation Harness does.
-
-    Args:
-        task: one of `TASKS`.
-        items: how many questions, drawn at random; all if there are no more.
-        batch_tokens: at most so many tokens are computed at once, or one answer with its question.
     """
 
     @property
@@ -85,9 +80,8 @@ class LogitBits(LogitBitsSettings, Probe[Item]):
         """The task's data."""
         return dataset_name(self.task)
 
-    def samples(self, source: Source | None, loaded: LoadedModel) -> Mapping[str, Item]:
+    def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, Item]:
         """Questions by their id."""
-        assert source is not None
         items = read(self.task, source)
         drawn = random.Random(f"{self.seed}:{self.task}").sample(items, min(self.items, len(items)))
         return {item.id: item for item in drawn}

@@ -13,22 +13,16 @@ from diffllama.evaluation.settings import LongTextSettings
 
 @dataclass(kw_only=True)
 class LongTextProbe(LongTextSettings, Probe[S]):
-    """Measures the beginnings of long texts.
-
-    Args:
-        length: tokens of each text, its beginning; texts with fewer are left out.
-        texts: how many of them.
-    """
+    """Measures the beginnings of long texts."""
 
     dataset: ClassVar[str] = "novels"
 
-    def beginnings(self, source: Source | None, loaded: LoadedModel) -> dict[str, list[int]]:
+    def beginnings(self, source: Source, loaded: LoadedModel) -> dict[str, list[int]]:
         """The beginnings of the first texts that are long enough, as token ids.
 
         Raises:
             ValueError: no text is.
         """
-        assert source is not None
         found: dict[str, list[int]] = {}
         for name, text in texts(source).items():
             if len(found) == self.texts:

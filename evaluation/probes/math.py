@@ -38,14 +38,6 @@ class Math(MathSettings, Probe[Problem]):
     completion if no answer is stated: a completion that `max_tokens` cuts off is as long as that. Beside those of all
     problems stand the averages over the problems that were solved, and that were missed; of two models, over those
     that both solved, and that both missed.
-
-    Args:
-        task: which problems.
-        problems: how many of them, drawn at random; `None` for all.
-        shots: worked examples.
-        chat: use the chat template instead of examples.
-        max_tokens: where a completion is cut off.
-        batch_tokens: at most so many tokens of prompts are computed at once, or one prompt.
     """
 
     @property
@@ -53,9 +45,8 @@ class Math(MathSettings, Probe[Problem]):
         """The task's folder."""
         return FOLDERS.get(self.task, self.task)
 
-    def samples(self, source: Source | None, loaded: LoadedModel) -> Mapping[str, Problem]:
+    def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, Problem]:
         """The problems that are drawn."""
-        assert source is not None
         found = read(self.task, source)
         count = min(self.problems or len(found), len(found))
         return {name: found[name] for name in random.Random(f"{self.seed}:math").sample(list(found), count)}

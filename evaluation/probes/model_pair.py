@@ -33,13 +33,7 @@ Pair = dict[str, PreTrainedModel]
 
 @dataclass(kw_only=True)
 class ModelPairProbe(ModelPairSettings, Probe[S]):
-    """Measures a pair of models that it makes itself.
-
-    Args:
-        size: one of the paper's, or a small model.
-        variant: a V2 has as many heads, of the same width, as the Transformer; a V1 half as many, twice as wide.
-        device: as torch names it; the first GPU by default, if there is one.
-    """
+    """Measures a pair of models that it makes itself."""
 
     @property
     def place(self) -> torch.device:

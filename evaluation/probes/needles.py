@@ -33,13 +33,6 @@ class Needles(NeedlesSettings, Probe[Task]):
     The first requested number stands at the depth of its condition, the others anywhere. The score of an answer is the
     fraction of the R requested numbers in its first line. Generation is greedy and without a chat template: the prompt
     ends where the answer begins.
-
-    Args:
-        length: tokens of the prompts.
-        depth: where the answer stands, 0 at the beginning of the text, 1 at its end.
-        needles: `R_of_N`, such as 2_of_6.
-        samples_per_condition: prompts for each length, depth and entry of `needles`.
-        batch_tokens: at most so many tokens of prompts are computed at once, or one prompt.
     """
 
     dataset: ClassVar[str] = "novels"
@@ -61,9 +54,8 @@ class Needles(NeedlesSettings, Probe[Task]):
             pairs[entry] = needles, queries
         return pairs
 
-    def samples(self, source: Source | None, loaded: LoadedModel) -> Mapping[str, Task]:
+    def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, Task]:
         """Prompts: the same text, cities and numbers at every depth."""
-        assert source is not None
         pairs = self.pairs()
         haystack = Haystack(texts(source).values(), loaded.tokenizer, max(self.length))
         return {

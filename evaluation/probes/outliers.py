@@ -108,18 +108,13 @@ class Outliers(OutliersSettings, Probe[list[int]]):
     The largest are exact, the median to 0.4 %. There are no bootstrap intervals, for no resample has a value larger
     than the largest. One large key makes a large logit with every query that sees it: all of them count. So do both
     maps of a head: of an exact conversion every logit comes twice, and its top-2 is the original's top-1.
-
-    Args:
-        tokens: how many, rounded up to whole pieces; fewer if the texts, in equal parts, have no more.
-        length: tokens of a piece.
     """
 
     dataset: ClassVar[str] = "novels"
     intervals: ClassVar[bool] = False
 
-    def samples(self, source: Source | None, loaded: LoadedModel) -> Mapping[str, list[int]]:
+    def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, list[int]]:
         """Pieces of texts, as token ids."""
-        assert source is not None
         found, pieces, size = texts(source), -(-self.tokens // self.length), self.length - len(loaded.prefix)
         each = -(-pieces // len(found))
         ids = {name: loaded.encode(text[: 16 * size * each]) for name, text in found.items()}

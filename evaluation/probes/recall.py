@@ -49,13 +49,9 @@ class Recall(RecallSettings, LongTextProbe[Text]):
     that is frequent in the training text (more than 1,250 times there), since a model may know it by heart. No
     training text is known here: with `frequent`, the data's other texts, whole, are counted in its stead. Averages are
     over tokens; their intervals come from resampling the texts.
-
-    Args:
-        n: of the n-grams.
-        frequent: n-grams that are in the data's other texts more often than this count as others; by default none do.
     """
 
-    def samples(self, source: Source | None, loaded: LoadedModel) -> Mapping[str, Text]:
+    def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, Text]:
         """The beginnings of texts, and where they repeat an n-gram.
 
         Raises:
@@ -65,7 +61,6 @@ class Recall(RecallSettings, LongTextProbe[Text]):
         found = {name: repeated(ids, self.n) for name, ids in chosen.items()}
         common: set[tuple[int, ...]] = set()
         if self.frequent is not None:
-            assert source is not None
             others = [text for name, text in texts(source).items() if name not in chosen]
             if not others:
                 raise ValueError(f"--frequent needs texts besides the {len(chosen)} measured: lower --texts.")

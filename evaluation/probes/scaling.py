@@ -188,9 +188,8 @@ class Scaling(ScalingSettings, Probe[Curve]):
         """Nothing is loaded."""
         return [ModelSpec("losses", {}, lambda: None)]
 
-    def samples(self, source: Source | None, loaded: None) -> Mapping[str, Curve]:
+    def samples(self, source: Source, loaded: None) -> Mapping[str, Curve]:
         """Each curve, whole and without each of its points."""
-        assert source is not None
         return {
             f"curve {number}, fit {fit}": one
             for number, curve in enumerate(curves(source.file("losses.csv", "losses.jsonl")))

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from diffllama.evaluation.datasets.data import Source
 from diffllama.evaluation.figures import bars, finish, panels
 from diffllama.evaluation.probes.model_pair import ModelPairProbe, Pair
 from diffllama.evaluation.runs import Measurement, ModelSpec, Outcome, Report
@@ -49,12 +48,6 @@ class Throughput(ThroughputSettings, ModelPairProbe[int]):
     Both models are in memory and take turns: a sample is a round, in which each is timed once for every length and
     pass, and every other round begins with the other model. `ratio` is of the two times in one round. A pass includes
     the loss; no optimizer steps. The paper times kernels of its own, on a GPU: ratios depend on both.
-
-    Args:
-        length: tokens of a sequence.
-        batch: sequences of a step.
-        rounds: how often each model is timed.
-        dtype: of the weights and the computation; `auto` is bfloat16 on a GPU, float32 elsewhere.
     """
 
     def specs(self) -> list[ModelSpec]:
@@ -64,7 +57,7 @@ class Throughput(ThroughputSettings, ModelPairProbe[int]):
         machine = torch.cuda.get_device_name(self.place) if on_gpu else platform.processor() or platform.machine()
         return [replace(pair, facts=pair.facts | {"machine": machine, "threads": torch.get_num_threads()})]
 
-    def samples(self, source: Source | None, loaded: Pair) -> Mapping[str, int]:
+    def samples(self, source: None, loaded: Pair) -> Mapping[str, int]:
         """The rounds."""
         return {f"round {number}": number for number in range(self.rounds)}
 
