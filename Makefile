@@ -95,7 +95,7 @@ check: lint types ## Check style, imports, types and the quick tests of what cha
 
 .cache/package: # the package in one folder, as it is installed
 	rm -rf $@ && mkdir -p $@/diffllama
-	cp -r $(wildcard src/diffllama/*) $(PACKAGES) $@/diffllama
+	cp -r $(wildcard src/diffllama/*) $(PACKAGES) $@/diffllama && cp -r kernels/torch-ext/diff_attention $@/diffllama/kernels
 
 lint: $(VENV)/.dev .cache/package ## Check style, formatting and the directions of imports.
 	$(RUN) -m ruff check .

@@ -42,9 +42,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import is_flash_attention_requested, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .blocked_attention import blocked_attention  # noqa: F401 # transformers 5.6 copies only what is imported here
 from .configuration_diffllama import DiffLlamaConfig
-from .diff_fused import NAME, chosen
 from .differential_attention import (
     DiffLlamaRMSNorm,
     at_least_float32,
@@ -55,10 +53,13 @@ from .differential_attention import (
     pad_queries,
     vector_lambda,
 )
-from .differential_flash import differential_flash  # noqa: F401 # likewise
 
 
 HEAD_NORM_EPS = 1e-5  # as in microsoft/unilm's modules; the layers' own is `config.rms_norm_eps`
+
+DIFF_ATTENTION = "diff_attention"
+"""V1's default attention function where it is registered, which the package diffllama does. It subtracts the two maps
+itself and so needs fewer FLOPs."""
 
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 """Entry of `config.layer_types` -> what makes the mask of such layers."""
@@ -192,6 +193,7 @@ class DiffLlamaAttention(nn.Module):
         self.scaling = self.map_dim**-0.5
         self.attention_dropout = config.attention_dropout or 0.0
         self.is_causal = True
+        self.paged_implementation: str | None = None  # set by `init_continuous_batching`
         self.use_qk_norm = config.use_qk_norm
         self.use_rope = config.no_rope_layers is None or config.no_rope_layers[layer_idx] == 1
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
@@ -271,9 +273,9 @@ class DiffLlamaAttention(nn.Module):
         if kwargs.get("is_causal") is None:
             kwargs["is_causal"] = self.is_causal
         dropout = self.attention_dropout if self.training else 0.0
-        implementation = chosen(
-            self.config._attn_implementation, self.diff_variant, query, attention_mask, dropout, kwargs
-        )
+        implementation = self.config._attn_implementation
+        if self.paged_implementation is not None and kwargs.get("cache") is not None:
+            implementation = self.paged_implementation
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         attn_output, attn_weights = attention_interface(
             self,
@@ -335,6 +337,13 @@ class DifferentialLlamaPreTrainedModel(PreTrainedModel):
         if cls.__module__.startswith("torch."):
             own = next(base for base in cls.__mro__ if not base.__module__.startswith("torch."))
             cls.__module__, cls.__name__, cls.__qualname__ = own.__module__, own.__name__, own.__qualname__
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """The attention function that is used: the one asked for, or by default `diff_attention` in V1 where that is
+        registered and `sdpa` in all else."""
+        if requested_attention is None and self.config.diff_variant == "v1":
+            requested_attention = DIFF_ATTENTION if DIFF_ATTENTION in ALL_ATTENTION_FUNCTIONS.valid_keys() else None
+        return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -555,7 +564,10 @@ class DifferentialLlamaForCausalLM(DifferentialLlamaPreTrainedModel, GenerationM
         )
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """What `generate_batch` and servers call; see transformers. It takes no `diff_fused`, which `sdpa` stands for.
+        """What `generate_batch` and servers call; see transformers.
+
+        Continuous batching knows `diff_attention` by no name: the configuration says `sdpa` meanwhile, and the layers
+        compute `diff_attention`.
 
         Raises:
             `ValueError`: LongRoPE, which takes its frequencies from the longest sequence of a batch, so that one
@@ -567,11 +579,14 @@ class DifferentialLlamaForCausalLM(DifferentialLlamaPreTrainedModel, GenerationM
                 "`rope_parameters['rope_type']` is 'longrope', under which short prompts in continuous batching get "
                 "the frequencies of long ones beside them: use `generate`, one prompt at a time."
             )
-        if implementation == NAME:
+        if implementation == DIFF_ATTENTION:
             self.set_attn_implementation("sdpa")
         manager = super().init_continuous_batching(*args, **kwargs)
-        if implementation == NAME:
-            manager._original_attn_impl = NAME  # which the manager sets again when it stops
+        paged = implementation == DIFF_ATTENTION and self.config._attn_implementation == "sdpa"
+        for layer in self.model.layers:
+            layer.self_attn.paged_implementation = DIFF_ATTENTION if paged else None
+        if implementation == DIFF_ATTENTION:
+            manager._original_attn_impl = DIFF_ATTENTION  # which the manager sets again when it stops
         return manager
 
 

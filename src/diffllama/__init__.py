@@ -43,7 +43,16 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in ("checkpoints", "configuration", "conversion", "evaluation", "hub_cards", "modeling_diff", "training"):
+    if name in (
+        "checkpoints",
+        "configuration",
+        "conversion",
+        "evaluation",
+        "hub_cards",
+        "kernels",
+        "modeling_diff",
+        "training",
+    ):
         return importlib.import_module(f"diffllama.{name}")
     raise AttributeError(f"module 'diffllama' has no attribute {name!r}")
 

@@ -19,6 +19,7 @@ def register_when_imported() -> None:
     """Registers with what is imported already, and with the rest right after it is imported."""
     wrapt.register_post_import_hook(register_config, "transformers.models.auto.configuration_auto")
     wrapt.register_post_import_hook(register_models_with_first, "diffllama.modeling_diff.configuration_diffllama")
+    wrapt.register_post_import_hook(register_attention, "diffllama.modeling_diff.modeling_diffllama")
     wrapt.register_post_import_hook(register_target_modules, "peft.utils.constants")
 
 
@@ -58,6 +59,11 @@ def register_models() -> None:
             model_class = getattr(modeling_diffllama, reference.partition(".")[2])
             getattr(modeling_auto, auto_class).register(DiffLlamaConfig, model_class, exist_ok=True)
             model_class.register_for_auto_class(auto_class)
+
+
+def register_attention(modeling_diffllama: ModuleType) -> None:
+    """Registers the attention function `diff_attention`, which is then V1's default."""
+    from diffllama import attention  # noqa: F401
 
 
 def register_target_modules(constants: ModuleType) -> None:

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from diffllama import DiffLlamaForCausalLM
-from support.tiny_models import EVERY_FEATURE, PADDED, VARIANTS, paged, tiny_model, tiny_tokenizer, tokens
+from support.tiny_models import EVERY_FEATURE, VARIANTS, paged, tiny_model, tiny_tokenizer, tokens
 
 
 TOLERANCE = 1e-5  # absolute, on logits of order 1
@@ -182,7 +182,7 @@ def test_a_quantized_cache_changes_nothing_but_the_rounding_of_what_it_stores(va
 
 
 @pytest.mark.parametrize(
-    "implementation", ["eager", PADDED, "diff_fused", pytest.param("flex_attention", marks=pytest.mark.slow)]
+    "implementation", ["eager", "sdpa", "diff_attention", pytest.param("flex_attention", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
@@ -203,7 +203,7 @@ def test_packed_sequences_do_not_see_each_other(variant: str, implementation: st
     assert difference(packed, model(input_ids, use_cache=False).logits) > 0.1  # as one sequence they differ
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa", "diff_fused"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "diff_attention"])
 @torch.no_grad()
 def test_packed_sequences_that_would_see_each_other_are_refused(implementation: str) -> None:
     model, rule = tiny_model(attn_implementation=implementation), "`position_ids` restart .*: they need a new `Dyn"
@@ -454,7 +454,7 @@ def test_compiled_decoding_with_a_static_cache_generates_the_same(
 
 
 @windows
-@pytest.mark.parametrize("implementation", ["eager", "sdpa", "diff_fused"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "diff_attention"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_continuous_batching_generates_what_each_prompt_generates_alone(
     variant: str, implementation: str, fields: dict[str, Any]

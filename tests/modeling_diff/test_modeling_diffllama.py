@@ -18,7 +18,7 @@ from diffllama import (
 from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention, eager_attention_forward
 from support import reference
 from support.attention_masks import KINDS, Batch, batch
-from support.tiny_models import EVERY_FEATURE, PADDED, VARIANTS, tiny_config, tiny_model, tokens
+from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_config, tiny_model, tokens
 
 
 HEADS = 4
@@ -131,11 +131,11 @@ LAYERS = [
     [
         ("eager", torch.float64, 1e-10),
         ("eager", torch.float32, 2e-6),
-        (PADDED, torch.float32, 2e-6),
-        ("diff_fused", torch.float64, 1e-10),
-        ("diff_fused", torch.float32, 2e-6),
+        ("sdpa", torch.float32, 2e-6),
+        ("diff_attention", torch.float64, 1e-10),
+        ("diff_attention", torch.float32, 2e-6),
     ],
-    ids=["eager-float64", "eager-float32", "sdpa-float32", "diff_fused-float64", "diff_fused-float32"],
+    ids=["eager-float64", "eager-float32", "sdpa-float32", "diff_attention-float64", "diff_attention-float32"],
 )
 def test_attention_and_every_gradient_equal_the_papers_formulas(
     implementation: str,
@@ -195,7 +195,7 @@ optional_features = pytest.mark.parametrize("fields", [{}, EVERY_FEATURE], ids=[
 
 @optional_features
 @pytest.mark.parametrize(
-    "implementation", ["eager", PADDED, "diff_fused", pytest.param("flex_attention", marks=pytest.mark.slow)]
+    "implementation", ["eager", "sdpa", "diff_attention", pytest.param("flex_attention", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -336,7 +336,7 @@ def test_eager_returns_the_maps_that_it_used_after_dropout_of_each() -> None:
         assert dropped.double().mean().item() == pytest.approx(share, abs=0.02)
 
 
-every_implementation = pytest.mark.parametrize("implementation", ["eager", "sdpa", PADDED, "diff_fused"])
+every_implementation = pytest.mark.parametrize("implementation", ["eager", "sdpa", "diff_attention"])
 
 
 @every_implementation
@@ -385,7 +385,7 @@ def test_is_causal_of_a_call_goes_before_that_of_the_layers(implementation: str)
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_layer_that_is_not_causal_and_has_no_mask_sees_all(variant: str) -> None:
-    layer, given = attention_layer(variant, 2, "diff_fused"), batch("causal", 9)
+    layer, given = attention_layer(variant, 2, "diff_attention"), batch("causal", 9)
     layer.is_causal = False
     both = Batch(None, given.position_ids, torch.ones_like(given.visible), given.real)
     x, weights = torch.randn(2, 9, 64, requires_grad=True), dict(layer.named_parameters())
@@ -454,7 +454,7 @@ def test_a_mask_of_all_queries_and_one_of_each_head_are_spread_or_kept(implement
         assert relative_error(model(input_ids, attention_mask=mask).logits, truth) <= 1e-5
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa", "diff_fused"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "diff_attention"])
 def test_integers_in_four_dimensions_are_refused(implementation: str) -> None:
     model, mask = tiny_model(attn_implementation=implementation), MASK.int()
     with pytest.raises(ValueError, match=r"`attention_mask` of four dimensions must be boolean .* got torch\.int32"):

@@ -274,8 +274,6 @@ class TestSource:
 
     def test_absolute_imports_are_torch_transformers_hub_or_standard_library(self, source: Path) -> None:
         allowed = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_names}
-        if source.stem == "differential_flash":
-            allowed.add("triton")  # if it is there
         assert {module.split(".")[0] for level, module, _ in imports(source) if not level} - allowed == set()
 
     def test_it_runs_no_text_opens_no_file_and_has_no_way_to_the_system(self, source: Path) -> None:

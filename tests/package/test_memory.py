@@ -17,7 +17,7 @@ from diffllama.cli import app
 from diffllama.configuration import baseline, preset
 from diffllama.memory import memory, read_config
 from support.llama_checkpoints import SIZES
-from support.tiny_models import PADDED, VARIANTS, paged, tiny_config, tiny_model, tokens
+from support.tiny_models import VARIANTS, paged, tiny_config, tiny_model, tokens
 
 
 WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "max_position_embeddings": 4096}
@@ -87,7 +87,7 @@ def test_activations_are_about_what_reading_a_prompt_takes(
 ) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # on some processors it copies what it multiplies
     fields = WIDE | {"intermediate_size": intermediate_size}
-    model = tiny_model(variant, getattr(torch, dtype), PADDED, **fields)
+    model = tiny_model(variant, getattr(torch, dtype), "sdpa", **fields)
     ids = tokens(2, 1024)
     model(ids[:, :8])
     most, cache = most_allocated(model, ids)

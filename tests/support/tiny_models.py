@@ -4,10 +4,8 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AttentionInterface, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from diffllama import DiffLlamaConfig, DiffLlamaForCausalLM
 
@@ -52,12 +50,6 @@ def tiny_model(
     torch.manual_seed(0)
     model = DiffLlamaForCausalLM._from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
     return model.to(dtype).eval()
-
-
-PADDED = "padded"
-"""What `sdpa` is wherever `diff_fused` does not take its place: on GPUs, compiled, in half precision."""
-AttentionInterface.register(PADDED, sdpa_attention_forward)
-AttentionMaskInterface.register(PADDED, sdpa_mask)
 
 
 def paged(pages: int, tokens_at_once: int, **settings: Any) -> ContinuousBatchingConfig:

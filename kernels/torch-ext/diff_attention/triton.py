@@ -101,15 +101,15 @@ if HAS_TRITON:
         return first, all_first, all_last, last
 
     @triton.jit
-    def attend(b_query, b_key, b_value, seen, b_max, b_sum, b_output, scale):
-        """One more tile of keys and values in the online softmax of one map. `seen` is None where all is seen."""
+    def attend(b_query, b_key, b_value, visible, b_max, b_sum, b_output, scale):
+        """One more tile of keys and values in the online softmax of one map. `visible` is None where all keys are."""
         b_scores = tl.dot(b_query, tl.trans(b_key), input_precision="ieee")
-        if seen is not None:
-            b_scores = tl.where(seen, b_scores, float("-inf"))
+        if visible is not None:
+            b_scores = tl.where(visible, b_scores, float("-inf"))
         b_new_max = tl.maximum(b_max, tl.max(b_scores, 1))
         b_shift = b_new_max * scale
-        if seen is not None:
-            b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_shift)  # a row that has seen nothing yet
+        if visible is not None:
+            b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_shift)  # a row that has seen no key yet
         b_weights = tl.exp2(b_scores * scale - b_shift[:, None])
         b_decay = tl.exp2(b_max * scale - b_shift)
         b_sum = b_sum * b_decay + tl.sum(b_weights, 1)
@@ -118,7 +118,7 @@ if HAS_TRITON:
 
     @triton.jit
     def normalised(b_max, b_sum, b_output, scale):
-        """A map's output, and the logarithm of its sum to base 2; 0 and -∞ for rows that saw nothing."""
+        """A map's output, and the logarithm of its sum to base 2; 0 and -∞ for rows that saw no key."""
         b_sum = tl.where(b_sum > 0, b_sum, 1.0)
         return b_output / b_sum[:, None], b_max * scale + tl.log2(b_sum)
 
@@ -166,17 +166,17 @@ if HAS_TRITON:
             for key in range(part_first, part_last, BLOCK_N):
                 columns = tl.arange(0, BLOCK_N)
                 if part == 1:
-                    inside, seen = None, None
+                    inside, visible = None, None
                 else:
                     inside = key + columns < last  # beyond it there may be anything
-                    seen = (key + columns >= start[:, None]) & (key + columns < end[:, None])
+                    visible = (key + columns >= start[:, None]) & (key + columns < end[:, None])
                 p_key_tile = p_key + tl.cast(key, tl.int64) * stride_kn
                 p_value_tile = p_value + tl.cast(key, tl.int64) * stride_vn
                 b_key1 = load_tile(p_key_tile, columns * stride_kn, inside, W, BLOCK_W)
                 b_key2 = b_key1 if W == D else load_tile(p_key_tile + W, columns * stride_kn, inside, W, BLOCK_W)
                 b_value = load_tile(p_value_tile, columns * stride_vn, inside, D, BLOCK_D)
-                b_max1, b_sum1, b_output1 = attend(b_query1, b_key1, b_value, seen, b_max1, b_sum1, b_output1, scale)
-                b_max2, b_sum2, b_output2 = attend(b_query2, b_key2, b_value, seen, b_max2, b_sum2, b_output2, scale)
+                b_max1, b_sum1, b_output1 = attend(b_query1, b_key1, b_value, visible, b_max1, b_sum1, b_output1, scale)
+                b_max2, b_sum2, b_output2 = attend(b_query2, b_key2, b_value, visible, b_max2, b_sum2, b_output2, scale)
 
         b_output1, b_lse1 = normalised(b_max1, b_sum1, b_output1, scale)
         b_output2, b_lse2 = normalised(b_max2, b_sum2, b_output2, scale)
@@ -229,12 +229,12 @@ if HAS_TRITON:
             tl.store(p_delta + index + map * count, tl.sum(b_grad * b_output, 1), mask=kept)
 
     @triton.jit
-    def map_gradient(b_left, b_right, b_grad_map, seen, b_lse, b_delta, scale):
+    def map_gradient(b_left, b_right, b_grad_map, visible, b_lse, b_delta, scale):
         """P and P∘(dP - δ) of one map, queries left and keys right, or transposed: keys left and queries right."""
         b_exponents = tl.dot(b_left, tl.trans(b_right), input_precision="ieee") * scale - b_lse
-        if seen is not None:
-            b_exponents = tl.where(seen, b_exponents, float("-inf"))
-            b_grad_map = tl.where(seen, b_grad_map, 0.0)  # NaN where values are
+        if visible is not None:
+            b_exponents = tl.where(visible, b_exponents, float("-inf"))
+            b_grad_map = tl.where(visible, b_grad_map, 0.0)  # NaN where values are
         b_map = tl.exp2(b_exponents)
         return b_map, b_map * (b_grad_map - b_delta)
 
@@ -277,10 +277,10 @@ if HAS_TRITON:
             for key in range(part_first, part_last, BLOCK_N):
                 columns = tl.arange(0, BLOCK_N)
                 if part == 1:
-                    inside, seen = None, None
+                    inside, visible = None, None
                 else:
                     inside = key + columns < last
-                    seen = (key + columns >= start[:, None]) & (key + columns < end[:, None])
+                    visible = (key + columns >= start[:, None]) & (key + columns < end[:, None])
                 p_key_tile = p_key + tl.cast(key, tl.int64) * stride_kn
                 p_value_tile = p_value + tl.cast(key, tl.int64) * stride_vn
                 b_key1 = load_tile(p_key_tile, columns * stride_kn, inside, W, BLOCK_W)
@@ -288,11 +288,11 @@ if HAS_TRITON:
                 b_value = load_tile(p_value_tile, columns * stride_vn, inside, D, BLOCK_D)
                 b_grad_map = tl.dot(b_grad, tl.trans(b_value), input_precision="ieee")
                 _, b_grad_scores = map_gradient(
-                    b_query1, b_key1, b_grad_map, seen, b_lse1[:, None], b_delta1[:, None], scale
+                    b_query1, b_key1, b_grad_map, visible, b_lse1[:, None], b_delta1[:, None], scale
                 )
                 b_grad_query1 = tl.dot(b_grad_scores.to(b_key1.dtype), b_key1, b_grad_query1, input_precision="ieee")
                 _, b_grad_scores = map_gradient(
-                    b_query2, b_key2, b_grad_map, seen, b_lse2[:, None], b_delta2[:, None], scale
+                    b_query2, b_key2, b_grad_map, visible, b_lse2[:, None], b_delta2[:, None], scale
                 )
                 b_grad_query2 = tl.dot(b_grad_scores.to(b_key2.dtype), b_key2, b_grad_query2, input_precision="ieee")
 
@@ -360,9 +360,9 @@ if HAS_TRITON:
                 kept, tokens, heads, index = query_rows(row, n, GROUP, BLOCK_M)
                 if part == 0:
                     start, end = seen_keys(p_bounds, tokens, n, m)
-                    seen = (keys[:, None] >= start) & (keys[:, None] < end)
+                    visible = (keys[:, None] >= start) & (keys[:, None] < end)
                 else:
-                    seen = None
+                    visible = None
                 queries = tokens.to(tl.int64) * stride_qn + 2 * heads * stride_qh
                 b_query1 = load_tile(p_query, queries, kept, W, BLOCK_W)
                 b_query2 = load_tile(p_query + (D - W), queries + stride_qh, kept, W, BLOCK_W)
@@ -373,10 +373,10 @@ if HAS_TRITON:
                 b_lambda = tl.load(p_lambda + index * stride_lambda)[None, :]
                 b_grad_map = tl.dot(b_value, tl.trans(b_grad), input_precision="ieee")
                 b_map1, b_grad_scores1 = map_gradient(
-                    b_key1, b_query1, b_grad_map, seen, b_lse1[None, :], b_delta1[None, :], scale
+                    b_key1, b_query1, b_grad_map, visible, b_lse1[None, :], b_delta1[None, :], scale
                 )
                 b_map2, b_grad_scores2 = map_gradient(
-                    b_key2, b_query2, b_grad_map, seen, b_lse2[None, :], b_delta2[None, :], scale
+                    b_key2, b_query2, b_grad_map, visible, b_lse2[None, :], b_delta2[None, :], scale
                 )
                 b_map = (b_map1 - b_lambda * b_map2).to(b_grad.dtype)
                 b_grad_value = tl.dot(b_map, b_grad, b_grad_value, input_precision="ieee")
@@ -616,7 +616,7 @@ def _gradients(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor | N
 _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 
-def differential_flash(
+def triton_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -650,7 +650,7 @@ def differential_flash(
         `ValueError`: a shape, dtype or stride is another. The message names the rule and what was received.
     """
     if not HAS_TRITON:
-        raise ImportError("differential_flash needs triton, which comes with CUDA builds of torch.")
+        raise ImportError("triton_attention needs triton, which comes with CUDA builds of torch.")
     _check(query, key, value, differential_lambda, bounds, map_dim, scaling)
     save = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, differential_lambda))
     return _forward(query, key, value, differential_lambda, bounds, map_dim, scaling, save)[0]
@@ -665,7 +665,7 @@ def _check(
     map_dim: int,
     scaling: float,
 ) -> None:
-    """Raises `ValueError` unless the inputs are as `differential_flash` says."""
+    """Raises `ValueError` unless the inputs are as `triton_attention` says."""
     b, heads, n, d = query.shape
     kv_heads, m = key.shape[1:3]
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from diffllama.modeling_diff import blocked_attention as module
-from diffllama.modeling_diff.blocked_attention import blocked_attention, packed_attention
+from diffllama.kernels import cpu as module
+from diffllama.kernels.cpu import blocked_attention, varlen_attention
 
 
 pytestmark = pytest.mark.slow  # and the same with every transformers
@@ -106,12 +106,12 @@ def test_sequences_that_follow_one_another_do_not_see_each_other(
     query = torch.cat((query, query[:, :, :2]), dim=2)  # two more, of no sequence
     padded = lambdas if variant == "v1" else torch.cat((lambdas, lambdas[:, :2]), dim=1)
     rest = padded, *ends, {"v1": 8, "v2": 16}[variant], SCALING
-    ours = packed_attention(query, key, value, *rest)
+    ours = varlen_attention(query, key, value, *rest)
     truth = torch.cat([both_maps(*one[:3], lambdas if variant == "v1" else one[3], None) for one in calls], dim=1)
     torch.testing.assert_close(ours[:, :12], truth, rtol=1e-12, atol=1e-12)
     assert not ours[:, 12:].any()
     key[:, :, :9], value[:, :, :9] = math.nan, math.nan
-    assert torch.equal(packed_attention(query, key, value, *rest)[:, 1:], ours[:, 1:])
+    assert torch.equal(varlen_attention(query, key, value, *rest)[:, 1:], ours[:, 1:])
 
 
 @pytest.mark.parametrize("variant", ["v1", "v2"])

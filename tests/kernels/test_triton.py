@@ -14,8 +14,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from diffllama.modeling_diff import differential_flash as module
-from diffllama.modeling_diff.differential_flash import differential_flash, split_count
+from diffllama.kernels import triton as module
+from diffllama.kernels.triton import split_count, triton_attention
 from support import reference
 
 
@@ -58,7 +58,7 @@ def bounds(kind: str, n: int, m: int) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments of `differential_flash`, and which keys [2, m] and pairs [2, n, m] are seen."""
+    """Arguments of `triton_attention`, and which keys [2, m] and pairs [2, n, m] are seen."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -130,7 +130,7 @@ def true_outputs(given: Inputs, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def flash_outputs(given: Inputs) -> dict[str, torch.Tensor]:
     """Output and gradients of the kernels."""
     with nan_in_new_memory():
-        output = differential_flash(*given.differentiable, given.bounds, given.map_dim, given.scaling)
+        output = triton_attention(*given.differentiable, given.bounds, given.map_dim, given.scaling)
         return with_gradients(output, given.differentiable)
 
 
@@ -265,7 +265,7 @@ def test_without_gradients_the_output_is_the_same_and_nothing_is_saved(variant: 
     given = inputs(variant, "causal", n=45, m=60)
     with nan_in_new_memory(), torch.no_grad():
         output, *saved = module._forward(*given.differentiable, None, given.map_dim, given.scaling, False)
-        public = differential_flash(*given.differentiable, None, given.map_dim, given.scaling)
+        public = triton_attention(*given.differentiable, None, given.map_dim, given.scaling)
     assert torch.equal(output, flash_outputs(given)["output"])
     assert torch.equal(output, public)
     assert [tensor.numel() for tensor in saved] == [0, 0]
@@ -283,7 +283,7 @@ def test_split_keys_give_the_same_output(
     asked = []
     monkeypatch.setattr(module, "split_count", lambda *arguments: asked.append(arguments) or splits)
     with nan_in_new_memory(), torch.no_grad():
-        output = differential_flash(*given.differentiable, given.bounds, given.map_dim, given.scaling)
+        output = triton_attention(*given.differentiable, given.bounds, given.map_dim, given.scaling)
     truth = true_outputs(given, torch.float64)["output"]
     assert [m for m, *_ in asked] == [150]
     assert (output - truth).abs().max() <= 1e-5 * truth.abs().max()
@@ -321,7 +321,7 @@ def test_it_compiles_without_breaks(variant: str, backend: str) -> None:
     given = inputs(variant, "left", n=20, m=30)
 
     def attention(*tensors: torch.Tensor) -> torch.Tensor:
-        return 2 * differential_flash(*tensors, given.bounds, given.map_dim, given.scaling)
+        return 2 * triton_attention(*tensors, given.bounds, given.map_dim, given.scaling)
 
     compiled = torch.compile(attention, fullgraph=True, backend=backend)
     expected = with_gradients(attention(*given.differentiable), given.differentiable)
@@ -341,14 +341,14 @@ def test_a_cuda_graph_replays_it(variant: str, n: int) -> None:
     given = inputs(variant, "static cache", n=n, m=3000, dtype=torch.bfloat16)
     arguments = (*given.differentiable, given.bounds, given.map_dim, given.scaling)
     with torch.no_grad():
-        differential_flash(*arguments)  # compiles
+        triton_attention(*arguments)  # compiles
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            output = differential_flash(*arguments)
+            output = triton_attention(*arguments)
         given.bounds[..., 1] -= 500
         given.query.mul_(0.5)
         graph.replay()
-        assert torch.equal(output, differential_flash(*arguments))
+        assert torch.equal(output, triton_attention(*arguments))
 
 
 def imported_as(name: str) -> ModuleType:
@@ -364,19 +364,19 @@ def imported_as(name: str) -> ModuleType:
 def test_the_file_works_under_two_names_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     given = inputs("v1", "causal", n=5, m=5)
     output = flash_outputs(given)["output"]
-    copy = imported_as("transformers_modules.some-model.differential_flash")
+    copy = imported_as("transformers_modules.some-model.triton_attention")
     assert copy._forward is not module._forward
-    monkeypatch.setattr(sys.modules[__name__], "differential_flash", copy.differential_flash)
+    monkeypatch.setattr(sys.modules[__name__], "triton_attention", copy.triton_attention)
     assert torch.equal(flash_outputs(given)["output"], output)
 
 
 def test_without_triton_it_can_be_imported_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    copy = imported_as("without_triton.differential_flash")
+    copy = imported_as("without_triton.triton_attention")
     given = inputs("v1", "causal", n=5, m=5)
     assert not copy.HAS_TRITON
     with pytest.raises(ImportError, match="needs triton"):
-        copy.differential_flash(*given.differentiable, None, given.map_dim, given.scaling)
+        copy.triton_attention(*given.differentiable, None, given.map_dim, given.scaling)
 
 
 WRONG = {
@@ -409,7 +409,7 @@ def test_wrong_inputs_are_refused(wrong: dict[str, object], message: str) -> Non
         "scaling": 1.0,
     }
     with pytest.raises(ValueError, match=message):
-        differential_flash(**right | wrong)
+        triton_attention(**right | wrong)
 
 
 # --- on a GPU: half precision, real sizes ---------------------------------------------------------------------------
@@ -442,7 +442,7 @@ def test_decoding_from_long_caches_equals_the_formulas(
 ) -> None:
     given = inputs(variant, kind, n=n, m=5000, width=width, h=h, h_kv=h_kv, dtype=dtype)
     with nan_in_new_memory():
-        output = differential_flash(*given.differentiable, given.bounds, given.map_dim, given.scaling)
+        output = triton_attention(*given.differentiable, given.bounds, given.map_dim, given.scaling)
     with torch.enable_grad():
         truth, plain = (true_outputs(given, kind)["output"].double() for kind in (torch.float64, dtype))
     assert (output - truth).abs().max() <= 2 * (plain - truth).abs().max()

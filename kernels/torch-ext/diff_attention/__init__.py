@@ -1,0 +1,226 @@
+# Copyright 2026 The diffllama authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Differential attention that subtracts the two softmax maps inside: (softmax(Q1 K1ᵀ/√d) - λ softmax(Q2 K2ᵀ/√d)) V.
+
+Any attention function can compute a differential head as two ordinary heads, whose outputs are then subtracted. These
+kernels compute the difference itself, with about half of the FLOPs: on CPUs by blocks in plain PyTorch (float32 and
+float64), on GPUs in Triton (float32, bfloat16 and float16). Everything else is left to PyTorch's SDPA.
+
+The package needs torch alone, and triton on GPUs. `diff_attention` takes tensors. `flash_attn_forward` is an attention
+function of transformers, by the name under which transformers looks for it in a kernel of the Hub.
+
+Letters in shapes: b batch, n tokens, m keys, h differential heads, D width of values.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from .cpu import blocked_attention, varlen_attention
+from .triton import DTYPES, HAS_TRITON, triton_attention
+
+
+__all__ = ["diff_attention", "flash_attn_forward", "key_intervals", "supports_flash_attn"]
+
+supports_flash_attn = True
+"""What transformers asks of a kernel of the Hub besides `flash_attn_forward`."""
+
+
+def supports_options(query: torch.Tensor, dropout: float, options: dict[str, Any]) -> bool:
+    """Whether a call asks for nothing that SDPA alone computes. Arguments as in `flash_attn_forward`."""
+    return (
+        query.numel() > 0
+        and dropout == 0
+        and options.get("is_causal") is not False
+        and options.get("position_bias") is None
+        and not torch.jit.is_tracing()
+    )
+
+
+def supports_cpu(query: torch.Tensor) -> bool:
+    """Whether a call is computed as it is written: on a CPU, in float32 or float64, neither autocast nor compiled."""
+    return (
+        query.device.type == "cpu"
+        and query.dtype in (torch.float32, torch.float64)
+        and not (torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
+    )
+
+
+def supports_blocked(
+    query: torch.Tensor, attention_mask: torch.Tensor | None, dropout: float, options: dict[str, Any]
+) -> bool:
+    """Whether `blocked_attention` computes a call: on a CPU, with a boolean mask of all heads, or none."""
+    b, _, n, _ = query.shape
+    return (
+        supports_cpu(query)
+        and supports_options(query, dropout, options)
+        and (
+            attention_mask is None
+            or (attention_mask.dtype == torch.bool and attention_mask.shape[:3] in ((b, 1, n), (1, 1, n)))
+        )
+    )
+
+
+def supports_varlen(query: torch.Tensor, dropout: float, options: dict[str, Any]) -> bool:
+    """Whether `varlen_attention` computes a call of continuous batching: on a CPU, several requests, no window."""
+    return (
+        supports_cpu(query)
+        and dropout == 0
+        and options.get("sliding_window") is None
+        and len(options["cu_seq_lens_q"]) > 2
+    )
+
+
+def runs_triton(device: torch.device | str) -> bool:
+    """Whether a device runs Triton's kernels."""
+    return HAS_TRITON and torch.device(device).type == "cuda"
+
+
+def supports_triton(query: torch.Tensor, dropout: float, options: dict[str, Any]) -> bool:
+    """Whether `triton_attention` computes a call, if every query sees an interval of keys."""
+    return (
+        runs_triton(query.device)
+        and query.dtype in DTYPES
+        and supports_options(query, dropout, options)
+        and query.shape[-1] in range(32, 257, 2)
+    )
+
+
+def key_intervals(mask: torch.Tensor, may_have_holes: bool = True) -> torch.Tensor | None:
+    """The half-open interval of keys that each query sees: a boolean mask [b, 1, n, m] -> [b, 1, n, 2] in int32.
+
+    Causal masks, sliding windows and packed sequences are intervals; padding between tokens leaves holes.
+
+    Args:
+        mask: true where a query sees a key.
+        may_have_holes: whether to look for holes, which makes a GPU wait, and which compiled code cannot do.
+
+    Returns:
+        `None` if a query sees keys on both sides of one that it does not see, or may do so.
+    """
+    visible = mask.any(-1)
+    start, hidden_after = mask.byte().argmax(-1), mask.flip(-1).byte().argmax(-1)
+    intervals = torch.stack((start * visible, (mask.shape[-1] - hidden_after) * visible), dim=-1).int()
+    lengths = intervals[..., 1] - intervals[..., 0]
+    if may_have_holes and (torch.compiler.is_compiling() or not torch.equal(mask.sum(-1), lengths)):
+        return None
+    return intervals
+
+
+def sdpa_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The two maps' outputs [b, n, 2h, D] by PyTorch's SDPA. Arguments as in `flash_attn_forward`."""
+    n = query.shape[2]
+    causal = attention_mask is None and n > 1 and is_causal is not False
+    if causal:  # a static cache has free memory after the prompt
+        key, value = key[:, :, :n], value[:, :, :n]
+    outputs = scaled_dot_product_attention(
+        query, key, value, attention_mask, dropout, is_causal=causal, scale=scaling, enable_gqa=True
+    )
+    return outputs.transpose(1, 2), None
+
+
+def flash_attn_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    *,
+    differential_lambda: torch.Tensor,
+    sdpa: Callable[..., tuple[torch.Tensor, None]] = sdpa_forward,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Differential attention, as transformers calls an attention function.
+
+    Args:
+        module: the attention layer, with `map_dim` and, for continuous batching, `layer_idx`.
+        query: [b, 2h, n, D], the two maps of a head as neighbours. key, value: [b, key/value heads, m, D].
+        attention_mask: boolean [b or 1, 1, n, m], true where a query sees a key; or added to the scores; or the
+            intervals of `key_intervals`. `None`: one query sees every key, and each of several those up to its own.
+        scaling: factor of the scores.
+        dropout: of each softmax map.
+        differential_lambda: λ, [1] or [b, n, h, 1].
+        sdpa: computes what the kernels do not: dropout, half precision on a CPU, masks with holes on a GPU, ….
+        kwargs: the options of attention functions. With `cache`, the call is one of continuous batching.
+
+    Returns:
+        The difference [b, n, h, D], or the two maps' outputs [b, n, 2h, D] from `sdpa`; and `None`: maps are not kept.
+    """
+    n = query.shape[2]
+    cache = kwargs.pop("cache", None)
+    if cache is not None:
+        key, value = cache.update(key, value, module.layer_idx, kwargs)  # sets this layer's cu_seq_lens_k
+        if supports_varlen(query, dropout, kwargs):
+            cu_seqlens = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
+            return varlen_attention(query, key, value, differential_lambda, *cu_seqlens, module.map_dim, scaling), None
+    elif supports_blocked(query, attention_mask, dropout, kwargs):
+        if attention_mask is None and n > 1:  # a static cache has free memory after the prompt
+            key, value = key[:, :, :n], value[:, :, :n]
+        return blocked_attention(query, key, value, differential_lambda, attention_mask, module.map_dim, scaling), None
+    elif supports_triton(query, dropout, kwargs):
+        intervals = attention_mask
+        if attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1:
+            intervals = key_intervals(attention_mask)
+        if attention_mask is None or (intervals is not None and intervals.dtype == torch.int32):
+            if attention_mask is None and n > 1:
+                key, value = key[:, :, :n], value[:, :, :n]
+            if intervals is not None:
+                intervals = intervals.expand(query.shape[0], -1, -1, -1)
+            return triton_attention(query, key, value, differential_lambda, intervals, module.map_dim, scaling), None
+    if attention_mask is not None and attention_mask.dtype == torch.int32:
+        keys = torch.arange(key.shape[2], device=key.device)
+        attention_mask = (keys >= attention_mask[..., :1]) & (keys < attention_mask[..., 1:])
+    return sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
+def diff_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    differential_lambda: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    map_dim: int,
+    scaling: float | None = None,
+) -> torch.Tensor:
+    """Differential attention (arXiv 2410.05258, equation 1) of tensors, differentiable.
+
+    Args:
+        query: [b, 2h, n, D], the two maps of a head as neighbours: in V1 padded, [Q1 | 0] and [0 | Q2].
+        key: [b, key/value heads, m, D], in V1 [K1 | K2]. value: [b, key/value heads, m, D].
+        differential_lambda: λ, [1] or [b, n, h, 1], float32 (float64 with float64 tensors).
+        attention_mask: boolean [b or 1, 1, n, m], true where a query sees a key. `None`: causal.
+        map_dim: width of one map's query and key: D/2 in V1, D in V2.
+        scaling: factor of the scores, by default map_dim^-1/2.
+
+    Returns:
+        [b, n, h, D] in the queries' dtype.
+    """
+    out, _ = flash_attn_forward(
+        SimpleNamespace(map_dim=map_dim),
+        query,
+        key,
+        value,
+        attention_mask,
+        map_dim**-0.5 if scaling is None else scaling,
+        differential_lambda=differential_lambda,
+    )
+    if out.shape[2] == query.shape[1]:  # of SDPA
+        first, second = out.unflatten(-2, (-1, 2)).unbind(-2)
+        out = (first - differential_lambda * second).to(query.dtype)
+    return out

@@ -1,0 +1,169 @@
+"""Which kernel computes a call, and that each gives what the formula does."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
+
+from diffllama import kernels
+from diffllama.kernels import diff_attention, flash_attn_forward, key_intervals
+
+
+QUERY, KEY = torch.ones(2, 4, 3, 8), torch.ones(2, 2, 3, 8)
+MASK = torch.ones(2, 1, 3, 3, dtype=torch.bool)
+
+
+def computed_by_sdpa(query: torch.Tensor, mask: Any, dropout: float = 0.0, **options: Any) -> bool:
+    """Whether `flash_attn_forward` leaves a call to `sdpa`."""
+    calls = []
+
+    def sdpa(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        calls.append(args)
+        return query, None
+
+    key = KEY[: len(query)].to(query)
+    given = {"scaling": 1.0, "dropout": dropout, "differential_lambda": torch.ones(1, dtype=query.dtype)} | options
+    flash_attn_forward(SimpleNamespace(map_dim=4, layer_idx=0), query, key, key, mask, sdpa=sdpa, **given)
+    return bool(calls)
+
+
+@pytest.mark.parametrize("mask", [None, MASK, MASK[:1]], ids=["causal", "mask", "mask of all rows"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_float32_and_float64_on_cpu_use_blocks(dtype: torch.dtype, mask: torch.Tensor | None) -> None:
+    assert not computed_by_sdpa(QUERY.to(dtype), mask, sliding_window=4, cache=None, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("query", "mask", "options"),
+    [
+        pytest.param(QUERY.bfloat16(), None, {}, id="half precision"),
+        pytest.param(QUERY.to("meta"), None, {}, id="no CPU"),
+        pytest.param(QUERY, MASK.float(), {}, id="added mask"),
+        pytest.param(QUERY, MASK.expand(2, 4, 3, 3), {}, id="mask of each head"),
+        pytest.param(QUERY, MASK[:, :, :1], {}, id="mask of all queries"),
+        pytest.param(QUERY, None, {"dropout": 0.1}, id="dropout"),
+        pytest.param(QUERY, None, {"is_causal": False}, id="not causal"),
+        pytest.param(QUERY, None, {"position_bias": torch.zeros(1)}, id="position bias"),
+        pytest.param(QUERY[:0], None, {}, id="empty batch"),
+    ],
+)
+def test_other_calls_use_sdpa(query: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]) -> None:
+    assert computed_by_sdpa(query, mask, **options)
+
+
+def test_autocast_and_compiled_calls_use_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert computed_by_sdpa(QUERY, None)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert computed_by_sdpa(QUERY, None)
+
+
+class Pages:
+    """A paged cache of continuous batching that returns what it is given."""
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]) -> Any:
+        kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_q"]
+        return key, value
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "by_sdpa"),
+    [((0, 1, 3), {}, False), ((0, 3), {}, True), ((0, 1, 3), {"sliding_window": 2}, True)],
+    ids=["two requests", "one request", "window"],
+)
+def test_continuous_batching_of_several_requests_uses_varlen(
+    lengths: tuple[int, ...], options: dict[str, Any], by_sdpa: bool
+) -> None:
+    cu_seqlens = torch.tensor(lengths, dtype=torch.int32)
+    assert computed_by_sdpa(QUERY[:1], MASK[:1], cache=Pages(), cu_seq_lens_q=cu_seqlens, **options) == by_sdpa
+    assert computed_by_sdpa(QUERY[:1].bfloat16(), MASK[:1], cache=Pages(), cu_seq_lens_q=cu_seqlens, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=["blocks", "sdpa"])
+@pytest.mark.parametrize("mask", [None, MASK], ids=["causal", "mask"])
+@pytest.mark.parametrize("variant", ["v1", "v2"])
+def test_diff_attention_gives_the_truths_outputs_and_gradients(
+    variant: str, mask: torch.Tensor | None, dtype: torch.dtype
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    shapes = (2, 4, 3, 8), (2, 2, 3, 8), (2, 2, 3, 8), (1,) if variant == "v1" else (2, 3, 2, 1)
+    exact = [torch.randn(shape, dtype=torch.float64, generator=draw) for shape in shapes]
+    map_dim = 4 if variant == "v1" else 8
+    if variant == "v1":
+        exact[0][:, 0::2, :, 4:], exact[0][:, 1::2, :, :4] = 0, 0
+    if mask is not None:
+        mask = mask.tril().index_fill(-1, torch.tensor(0), False) | torch.eye(3, dtype=torch.bool)
+    given = [tensor.to(dtype if i < 3 else torch.promote_types(dtype, torch.float32)) for i, tensor in enumerate(exact)]
+    given = [tensor.requires_grad_() for tensor in given]
+    query, key, value, lambdas = exact = [tensor.double().detach().requires_grad_() for tensor in given]
+    visible = torch.ones(3, 3, dtype=torch.bool).tril() if mask is None else mask
+    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * map_dim**-0.5
+    maps = scores.masked_fill(~visible, float("-inf")).softmax(-1).unflatten(1, (2, 2))
+    first, second = (maps @ value[:, :, None]).permute(3, 0, 2, 1, 4).unsqueeze(-1).unbind(2)  # [n, b, h, D, 1]
+    truth = (first.squeeze(-1).transpose(0, 1) - lambdas * second.squeeze(-1).transpose(0, 1)).contiguous()
+    output = diff_attention(*given, mask, map_dim=map_dim)
+    assert output.dtype == dtype
+    tolerance = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(output.double(), truth, **tolerance)
+    weights = torch.randn(truth.shape, dtype=torch.float64, generator=draw)
+    true_gradients = list(torch.autograd.grad((truth * weights).sum(), exact))
+    gradients = list(torch.autograd.grad((output.double() * weights).sum(), given))
+    if variant == "v1":  # nobody reads the gradient of the padding
+        for gradient in (true_gradients[0], gradients[0]):
+            gradient[:, 0::2, :, 4:], gradient[:, 1::2, :, :4] = 0, 0
+    for gradient, true_gradient in zip(gradients, true_gradients, strict=True):
+        torch.testing.assert_close(gradient.double(), true_gradient, **tolerance)
+
+
+@pytest.mark.parametrize("padding", [None, [[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]]], ids=["no padding", "padding"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("first", "queries"), [(0, 6), (4, 2)])
+def test_key_intervals_say_what_the_mask_does(
+    first: int, queries: int, window: int | None, padding: list[list[int]] | None
+) -> None:
+    function = sliding_window_causal_mask_function(window) if window else causal_mask_function
+    attention_mask = None if padding is None else torch.tensor(padding, dtype=torch.bool)
+    size = {"batch_size": 2, "q_length": queries, "kv_length": 6, "q_offset": first, "allow_is_causal_skip": False}
+    mask = sdpa_mask(**size, mask_function=function, attention_mask=attention_mask)
+    assert mask is not None
+    intervals = key_intervals(mask)
+    assert intervals is not None
+    assert (intervals.dtype, intervals.shape) == (torch.int32, (2, 1, queries, 2))
+    keys = torch.arange(6)
+    assert torch.equal((keys >= intervals[..., :1]) & (keys < intervals[..., 1:]), mask)
+
+
+def test_key_intervals_of_a_mask_with_holes_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    hole = torch.tensor([True, True, False, True, True]).expand(1, 1, 5, 5)
+    assert key_intervals(hole) is None
+    assert key_intervals(hole.logical_not()) is not None
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # compiled code cannot look for holes
+    assert key_intervals(hole.logical_not()) is None
+    assert key_intervals(hole.logical_not(), may_have_holes=False) is not None
+
+
+@pytest.mark.parametrize("mask", [None, MASK.tril(), key_intervals(MASK.tril())], ids=["causal", "mask", "intervals"])
+def test_a_gpus_masks_give_what_blocks_do(mask: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernels.HAS_TRITON:
+        pytest.skip("needs triton")
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 3, 32, generator=draw) for heads in (4, 2, 2))
+    query[:, 0::2, :, 16:], query[:, 1::2, :, :16] = 0, 0
+    given = query, key, value, torch.rand(1, generator=draw)
+    expected = diff_attention(*given, None, map_dim=16)
+    calls = []
+
+    def count(*call: Any, compute: Any = kernels.triton_attention) -> torch.Tensor:
+        calls.append(call)
+        return compute(*call)
+
+    monkeypatch.setattr(kernels, "triton_attention", count)
+    monkeypatch.setattr(kernels, "runs_triton", lambda device: True)
+    monkeypatch.setattr(kernels, "supports_blocked", lambda *call: False)
+    torch.testing.assert_close(diff_attention(*given, mask, map_dim=16), expected, rtol=1e-5, atol=1e-5)
+    assert len(calls) == 1
+    hole = torch.tensor([True, False, True]).expand(2, 1, 3, 3)
+    assert diff_attention(*given, hole, map_dim=16).isfinite().all()
+    assert len(calls) == 1  # the mask with a hole was left to SDPA

@@ -1,0 +1,128 @@
+"""The kernels as a repository of the Hub: loaded by the library `kernels` without this package, and by transformers."""
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+
+from support import subprocess_runner
+from support.attention_masks import batch
+from support.tiny_models import VARIANTS, tiny_model, tokens
+
+
+kernels = pytest.importorskip("kernels")
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "kernels" / "write_repository.py"
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the script reads TOML, which Python 3.10 does not")
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the make target writes."""
+    dest = tmp_path_factory.mktemp("kernels") / "diff-attention"
+    subprocess.run([sys.executable, str(SCRIPT), str(dest)], check=True)
+    return dest
+
+
+def test_layout_is_that_of_a_hub_kernel(repository: Path) -> None:
+    code = {"__init__.py", "cpu.py", "triton.py"}
+    files = {path.relative_to(repository).as_posix() for path in repository.rglob("*") if path.is_file()}
+    builds = {f"build/torch-{name}/{file}" for name in ("cpu", "cuda") for file in (*code, "metadata.json")}
+    assert files == {"LICENSE", "README.md", "build.toml"} | builds | {f"torch-ext/diff_attention/{f}" for f in code}
+    for file in repository.glob("build/*/*.py"):
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        modules |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+        assert {name.partition(".")[0] for name in modules} <= {"torch", "triton", *sys.stdlib_module_names}
+
+
+def test_an_existing_folder_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, f"{tmp_path} exists. Name another folder, or remove it.\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+LOAD = """
+import sys
+from pathlib import Path
+
+sys.modules["diffllama"] = sys.modules["transformers"] = None  # importing either fails
+import torch
+from kernels import get_local_kernel
+
+kernel = get_local_kernel(Path(sys.argv[1]))
+draw = torch.Generator().manual_seed(0)
+
+
+def error(variant, dtype):
+    map_dim = 16 if variant == "v1" else 32
+    shapes = (2, 4, 13, 32), (2, 2, 13, 32), (2, 2, 13, 32), (1,) if variant == "v1" else (2, 13, 2, 1)
+    given = [torch.randn(shape, dtype=torch.float64, generator=draw) for shape in shapes]
+    if variant == "v1":
+        given[0][:, 0::2, :, 16:], given[0][:, 1::2, :, :16] = 0, 0
+    inputs = [tensor.to(dtype).requires_grad_() for tensor in given]
+    query, key, value, factor = exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    scores = query @ key.repeat_interleave(2, 1).mT * map_dim**-0.5
+    hidden = torch.ones(13, 13, dtype=torch.bool).triu(1)
+    outputs = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value.repeat_interleave(2, 1)
+    first, second = outputs.transpose(1, 2).unflatten(2, (2, 2)).unbind(3)
+    truth = first - factor * second
+    output = kernel.diff_attention(*inputs, map_dim=map_dim)
+    weights = torch.randn(truth.shape, dtype=torch.float64, generator=draw)
+    expected = [truth, *torch.autograd.grad((truth * weights).sum(), exact)]
+    found = [output, *torch.autograd.grad((output * weights).sum(), inputs)]
+    if variant == "v1":  # nobody reads the gradient of the padding
+        for gradient in (expected[1], found[1]):
+            gradient[:, 0::2, :, 16:], gradient[:, 1::2, :, :16] = 0, 0
+    return max(((ours - true).norm() / true.norm()).item() for ours, true in zip(found, expected))
+
+
+facts["cpu"] = [error(variant, torch.float64) for variant in ("v1", "v2")]
+if kernel.HAS_TRITON:
+    kernel.runs_triton, kernel.supports_blocked = lambda device: True, lambda *call: False
+    facts["triton"] = [error(variant, torch.float32) for variant in ("v1", "v2")]
+"""
+
+
+@pytest.mark.slow
+def test_it_gives_the_truth_without_this_package(repository: Path) -> None:
+    code = re.search(r"```python\n(.*?)```", (repository / "README.md").read_text(), re.DOTALL)
+    assert code is not None
+    example = code[1].replace("PATH_OF_THIS_FOLDER", str(repository)) + "\nassert output.shape == (1, 16, 4, 64)\n"
+    errors = subprocess_runner.run(LOAD + example, repository, environment=os.environ | {"TRITON_INTERPRET": "1"})[0]
+    assert max(errors["cpu"]) < 1e-12
+    if importlib.util.find_spec("triton"):
+        assert max(errors["triton"]) < 1e-5
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="transformers loads other kernels then")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_transformers_takes_it_as_attn_implementation(
+    variant: str, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the download, and transformers' check that the library `kernels` is as new as it wants."""
+    from transformers.integrations import hub_kernels
+
+    def get_local(name: str, **kwargs: object) -> ModuleType:
+        assert name == "owner/diff-attention"
+        return kernels.get_local_kernel(repository)
+
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda *args: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel", get_local)
+    model, given = tiny_model(variant), batch("left", 9)
+    logits = []
+    for implementation in ("owner/diff-attention", "eager"):
+        model.set_attn_implementation(implementation, allow_all_kernels=True)
+        assert model.config._attn_implementation == implementation
+        logits.append(model(tokens(2, 9), attention_mask=given.attention_mask).logits[given.real])
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
