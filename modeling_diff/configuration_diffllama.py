@@ -30,12 +30,11 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 BOUNDS: dict[str, tuple[float, float]] = {
     "vocab_size": (1, 2**24),
-    "hidden_size": (1, 2**17),
     "intermediate_size": (1, 2**20),
     "num_hidden_layers": (1, 2**12),
     "num_attention_heads": (1, 2**14),
     "num_key_value_heads": (1, 2**13),
-    "head_dim": (1, 2**17),
+    **dict.fromkeys(("hidden_size", "head_dim"), (1, 2**17)),
     "max_position_embeddings": (1, 2**31 - 1),
     "num_labels": (1, 2**20),
     "initializer_range": (0.0, 1.0),
@@ -45,17 +44,11 @@ BOUNDS: dict[str, tuple[float, float]] = {
 
 ROPE_BOUNDS: dict[str, tuple[float, float]] = {
     "rope_theta": (2.0, 1e12),
-    "factor": (1e-3, 1e6),
     "original_max_position_embeddings": (2, 2**31 - 1),
     "attention_factor": (0.01, 100.0),
-    "beta_fast": (0.0, 1e6),
-    "beta_slow": (0.0, 1e6),
-    "mscale": (0.0, 100.0),
-    "mscale_all_dim": (0.0, 100.0),
-    "low_freq_factor": (1e-3, 1e6),
-    "high_freq_factor": (1e-3, 1e6),
-    "short_factor": (1e-3, 1e6),
-    "long_factor": (1e-3, 1e6),
+    **dict.fromkeys(("factor", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor"), (1e-3, 1e6)),
+    **dict.fromkeys(("beta_fast", "beta_slow"), (0.0, 1e6)),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), (0.0, 100.0)),
 }
 """Entry of `rope_parameters` -> the least and the greatest value of its number, or of each number in its list."""
 
@@ -94,9 +87,9 @@ def cut_messages(cls: type) -> type:
         try:
             init(self, *args, **kwargs)
         except StrictDataclassError as error:
-            message = str(error)
-            error.args = (message if len(message) < 2000 else f"{message[:1000]} ... {message[-500:]}",)
-            raise error from None
+            if len(message := str(error)) > 2000:
+                error.args = (f"{message[:1000]} ... {message[-500:]}",)
+            raise
 
     cls.__init__ = init_or_refuse  # type: ignore[misc]
     return cls
@@ -118,72 +111,40 @@ class DifferentialLlamaConfig(PreTrainedConfig):
     | `num_key_value_heads` | key/value heads of width D   | 12                                      |
     | `head_dim`            | D, width of keys and values  | 256                                     |
 
+    Fields that are not listed mean what they mean in `LlamaConfig`.
+
     Args:
-        vocab_size (`int`, defaults to 32000):
-            Number of tokens.
-        hidden_size (`int`, defaults to 4096):
-            Width of the hidden states.
-        intermediate_size (`int`, defaults to 11008):
-            Width of the feed-forward layers.
-        num_hidden_layers (`int`, defaults to 32):
-            Number of decoder layers.
-        num_attention_heads (`int`, defaults to 32):
-            Number of softmax maps H, two for each differential head. Even.
-        num_key_value_heads (`int`, *optional*, defaults to `num_attention_heads // 2`):
-            Number of key/value heads. Divides the number of differential heads, `num_attention_heads // 2`.
-        head_dim (`int`, *optional*, defaults to `hidden_size // (num_attention_heads // 2)`):
-            Width D of keys and values. V1 splits a key into two of width d = D/2; V2 does not split.
-        diff_variant (`"v1"` or `"v2"`, defaults to `"v1"`):
-            `"v1"`: the paper. λ per layer from four learned vectors, RMSNorm over each head, times (1 - λ_init).
-            `"v2"`: microsoft/unilm's second version. λ = sigmoid of a projection, per token and head; two queries of
-            width D for each head on ordinary keys; no head norm.
-        lambda_init (`"exponential"` or a `float` in (0, 1), defaults to `"exponential"`):
-            λ_init, V1 only. `"exponential"` is 0.8 - 0.6·exp(-0.3·l) for layer l = 0, 1, …; a number is used in all
-            layers (the paper's ablation).
-        lambda_std_dev (`float`, defaults to 0.1):
-            Standard deviation with which the four λ vectors are initialised, V1 only. Its square is at most 14/√d, so
-            that λ is finite in float32.
-        head_norm (`bool`, defaults to `True`):
-            Whether heads are normalised, V1 only. `False` is the paper's ablation; it also drops the factor
-            (1 - λ_init), which is the scale of that norm.
-        head_norm_affine (`bool`, defaults to `True`):
-            Whether the head norm has a learned weight.
-        hidden_act (`str`, defaults to `"silu"`):
-            Activation of the feed-forward layers.
-        max_position_embeddings (`int`, defaults to 2048):
-            Longest sequence the model is meant for.
-        initializer_range (`float`, defaults to 0.02):
-            Standard deviation with which matrices are initialised.
-        rms_norm_eps (`float`, defaults to 1e-6):
-            ε of the layers' RMSNorm. The head norm's is 1e-5, as published.
-        use_cache (`bool`, defaults to `True`):
-            Whether keys and values are returned for generation.
-        pad_token_id, bos_token_id, eos_token_id (`int`, *optional*):
-            Special tokens; `eos_token_id` may be a list.
-        tie_word_embeddings (`bool`, defaults to `False`):
-            Whether the output layer is the embedding.
-        rope_parameters (`dict`, *optional*):
-            Rotary embedding: `rope_type` (`"default"`, `"linear"`, `"dynamic"`, `"yarn"`, `"longrope"`, `"llama3"`, …),
-            `rope_theta` and what the type needs. Applies to the width that is rotated, see `rotary_dim`.
-        attention_bias (`bool`, defaults to `False`):
-            Whether the query, key and value projections have biases.
-        attention_out_bias (`bool`, *optional*, defaults to `attention_bias`):
-            Whether the output projection has a bias.
-        attention_dropout (`float`, defaults to 0.0):
-            Dropout on each of the two softmax maps while training.
-        mlp_bias (`bool`, defaults to `False`):
-            Whether the feed-forward layers have biases.
-        use_qk_norm (`bool`, defaults to `False`):
-            Whether every query and key of a map is normalised before it is rotated: RMSNorm over its width (d in V1, D
-            in V2) with `rms_norm_eps` and a learned weight, one for all queries and one for all keys of a layer.
-        no_rope_layers (`list[int]`, *optional*):
-            For each layer, 1 if it rotates queries and keys and 0 if it does not; every layer does by default.
-        sliding_window (`int`, *optional*):
-            How many tokens, itself among them, a token sees in the layers that `layer_types` names
-            `"sliding_attention"`. At least 2.
-        layer_types (`list[str]`, *optional*):
-            For each layer, `"full_attention"` or `"sliding_attention"`. By default every layer slides if there is a
-            `sliding_window`, and none if there is not.
+        num_attention_heads (`int`, defaults to 32): Number of softmax maps H, two for each differential head. Even.
+        num_key_value_heads (`int`, *optional*, defaults to `num_attention_heads // 2`): Number of key/value heads.
+            Divides the number of differential heads, `num_attention_heads // 2`.
+        head_dim (`int`, *optional*, defaults to `hidden_size // (num_attention_heads // 2)`): Width D of keys and
+            values. V1 splits a key into two of width d = D/2; V2 does not split.
+        diff_variant (`"v1"` or `"v2"`, defaults to `"v1"`): `"v1"` is the paper: λ per layer from four learned vectors,
+            RMSNorm over each head, times (1 - λ_init). `"v2"` is microsoft/unilm's second version: λ = sigmoid of a
+            projection, per token and head; two queries of width D for each head on ordinary keys; no head norm.
+        lambda_init (`"exponential"` or a `float` in (0, 1), defaults to `"exponential"`): λ_init, V1 only.
+            `"exponential"` is 0.8 - 0.6·exp(-0.3·l) for layer l = 0, 1, …; a number is used in all layers (the paper's
+            ablation).
+        lambda_std_dev (`float`, defaults to 0.1): Standard deviation of the four λ vectors at initialisation, V1 only.
+            Its square is at most 14/√d, so that λ is finite in float32.
+        head_norm (`bool`, defaults to `True`): Whether heads are normalised, V1 only. `False` is the paper's ablation;
+            it also drops the factor (1 - λ_init), which is the scale of that norm.
+        head_norm_affine (`bool`, defaults to `True`): Whether the head norm has a learned weight.
+        rms_norm_eps (`float`, defaults to 1e-6): ε of the layers' RMSNorm. The head norm's is 1e-5, as published.
+        rope_parameters (`dict`, *optional*): Rotary embedding: `rope_type` (`"default"`, `"linear"`, `"dynamic"`,
+            `"yarn"`, `"longrope"`, `"llama3"`, …), `rope_theta` and what the type needs. Applies to the width that is
+            rotated, see `rotary_dim`.
+        attention_out_bias (`bool`, *optional*, defaults to `attention_bias`): Whether the output projection has a bias.
+        attention_dropout (`float`, defaults to 0.0): Dropout on each of the two softmax maps while training.
+        use_qk_norm (`bool`, defaults to `False`): Whether every query and key of a map is normalised before it is
+            rotated: RMSNorm over its width (d in V1, D in V2) with `rms_norm_eps` and a learned weight, one for all
+            queries and one for all keys of a layer.
+        no_rope_layers (`list[int]`, *optional*): For each layer, 1 if it rotates queries and keys and 0 if it does not.
+            By default all layers do.
+        sliding_window (`int`, *optional*): How many tokens, itself among them, a token sees in the layers that
+            `layer_types` names `"sliding_attention"`. At least 2.
+        layer_types (`list[str]`, *optional*): For each layer, `"full_attention"` or `"sliding_attention"`. By default
+            every layer slides if there is a `sliding_window`, and none if there is not.
 
     Raises:
         `huggingface_hub.errors.StrictDataclassError`: a field has the wrong type or value, or fields contradict each
@@ -314,18 +275,14 @@ class DifferentialLlamaConfig(PreTrainedConfig):
             if name not in lists:
                 numbers = [numbers]
             elif not isinstance(numbers, list) or len(numbers) != self.rotary_dim // 2:
-                rule = (
-                    f"must have {self.rotary_dim // 2} numbers, half of the rotated width {self.rotary_dim} "
-                    f"(`head_dim`={self.head_dim}, `diff_variant`={self.diff_variant!r}), not "
-                    f"{len(numbers) if isinstance(numbers, list) else 0}"
-                )
+                width = f"{self.rotary_dim} (`head_dim`={self.head_dim}, `diff_variant`={self.diff_variant!r})"
+                count = len(numbers) if isinstance(numbers, list) else 0
+                rule = f"must have {self.rotary_dim // 2} numbers, half of the rotated width {width}, not {count}"
                 refuse(field, numbers, rule)
             for number in numbers:
                 check_bounds(field, number, bounds)
         if rope_type == "dynamic" and self.rotary_dim < 4:
-            refuse(
-                "head_dim", self.head_dim, f"is too small for rope_type='dynamic': it rotates {self.rotary_dim} of 4"
-            )
+            refuse("head_dim", self.head_dim, f"is too small for rope_type='dynamic': {self.rotary_dim} of 4 to rotate")
         low, high = rope.get("low_freq_factor", 0), rope.get("high_freq_factor", float("inf"))
         if rope_type == "llama3" and low >= high:
             refuse("rope_parameters['high_freq_factor']", high, f"must be greater than 'low_freq_factor' ({low})")
@@ -341,22 +298,15 @@ class DifferentialLlamaConfig(PreTrainedConfig):
         self._check_inherited_fields(vars(self))
         heads = self.num_attention_heads // 2
         if self.head_dim is None:
-            rule = (
-                f"must be given where `hidden_size` ({self.hidden_size}) is not a multiple of the number of "
-                f"differential heads ({heads} = num_attention_heads // 2)"
-            )
-            refuse("head_dim", None, rule)
+            rule = f"`hidden_size` ({self.hidden_size}) is no multiple of {heads} = num_attention_heads // 2"
+            refuse("head_dim", None, f"must be given where {rule}")
         for name, bounds in BOUNDS.items():
             check_bounds(name, 1 if name == "num_labels" else getattr(self, name), bounds)
         assert self.num_key_value_heads is not None  # else refused just now
         if self.num_attention_heads % 2:
-            rule = "must be even (two softmax maps for each differential head)"
-            refuse("num_attention_heads", self.num_attention_heads, rule)
+            refuse("num_attention_heads", self.num_attention_heads, "must be even (two softmax maps for each head)")
         if heads % self.num_key_value_heads:
-            rule = (
-                f"must divide the number of differential heads ({heads} = num_attention_heads // 2), so that both maps "
-                "of a head share a key"
-            )
+            rule = f"must divide the number of differential heads ({heads} = num_attention_heads // 2)"
             refuse("num_key_value_heads", self.num_key_value_heads, rule)
         multiple, why = (4, "two keys, each rotated in pairs") if self.diff_variant == "v1" else (2, "rotated in pairs")
         if self.head_dim % multiple:
@@ -368,10 +318,9 @@ class DifferentialLlamaConfig(PreTrainedConfig):
             ids = getattr(self, name)
             for token_id in ids if isinstance(ids, list) else [-1 if ids is None else ids]:
                 check_bounds(name, token_id, (-1, 2**31 - 1))  # -1 is how some files say that there is none
-        if self.lambda_init != "exponential" and not (
-            isinstance(self.lambda_init, float) and 0.0 < self.lambda_init < 1.0
-        ):
-            refuse("lambda_init", self.lambda_init, "must be 'exponential' or a float in (0, 1)")
+        constant = self.lambda_init
+        if constant != "exponential" and not (isinstance(constant, float) and 0.0 < constant < 1.0):
+            refuse("lambda_init", constant, "must be 'exponential' or a float in (0, 1)")
         # λq·λk has the standard deviation lambda_std_dev² √d, of which six are to stay below 88, where exp overflows
         check_bounds("lambda_std_dev", self.lambda_std_dev, (0.0, (14 / self.rotary_dim**0.5) ** 0.5))
         if self.hidden_act not in ACT2FN:
@@ -401,5 +350,3 @@ class DifferentialLlamaConfig(PreTrainedConfig):
 # transformers' Auto classes look models up by the *name* of the configuration's class, and transformers has a
 # `DiffLlamaConfig` for an architecture of its own: under that name they would build its models from this configuration.
 DiffLlamaConfig = DifferentialLlamaConfig
-
-__all__ = ["DiffLlamaConfig", "DifferentialLlamaConfig"]

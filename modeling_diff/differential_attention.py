@@ -56,8 +56,7 @@ def vector_lambda(
 def combine_maps(output: torch.Tensor, differential_lambda: torch.Tensor) -> torch.Tensor:
     """o1 - λ·o2 of each pair: [b, n, 2h, D], λ [1] or [b, n, h, 1] -> [b, n, h, D] in `output`'s dtype.
 
-    λ is never 0-dimensional: with a dimension of its own it promotes half-precision outputs, so that the difference
-    is taken in float32.
+    λ has a dimension of its own, so that it promotes half-precision outputs and the difference is float32.
     """
     first, second = output.unflatten(-2, (-1, 2)).unbind(-2)
     return (first - differential_lambda * second).to(output.dtype)
@@ -69,13 +68,7 @@ def differential_maps(maps: torch.Tensor, differential_lambda: torch.Tensor) -> 
 
 
 class DiffLlamaRMSNorm(nn.Module):
-    """RMSNorm over the last dimension, computed in float32 (float64 for float64 inputs).
-
-    Args:
-        hidden_size: width of the last dimension.
-        eps: added to the mean square.
-        elementwise_affine: whether there is a learned weight [hidden_size].
-    """
+    """RMSNorm over the last dimension in float32 (or float64), with a weight [hidden_size] if elementwise affine."""
 
     def __init__(self, hidden_size: int, eps: float, elementwise_affine: bool = True) -> None:
         super().__init__()

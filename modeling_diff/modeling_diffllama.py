@@ -25,19 +25,8 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_MAPPING_NAMES,
-)
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-    repeat_kv,
-)
+from transformers.models.auto import modeling_auto
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb, repeat_kv
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import is_flash_attention_requested, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -57,12 +46,8 @@ from .differential_attention import (
 
 HEAD_NORM_EPS = 1e-5  # as in microsoft/unilm's modules; the layers' own is `config.rms_norm_eps`
 
-DIFF_ATTENTION = "diff_attention"
-"""V1's default attention function where it is registered, which the package diffllama does. It subtracts the two maps
-itself and so needs fewer FLOPs."""
-
+DIFF_ATTENTION = "diff_attention"  # the package diffllama registers it; it subtracts the two maps itself
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-"""Entry of `config.layer_types` -> what makes the mask of such layers."""
 
 
 class DiffLlamaRotaryEmbedding(LlamaRotaryEmbedding):
@@ -81,21 +66,13 @@ def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def check_attention_mask(mask: Any, b: int, n: int, cache: Cache | None) -> None:
-    """Raises `ValueError` for a mask that transformers would read as another one, or add to scores as integers.
-
-    Args:
-        mask: of two dimensions, with an entry for every token, those in `cache` included (or for all that a static
-            cache has room for); or of four.
-        b, n: rows and tokens of this call.
-        cache: before this call.
-    """
+    """Raises `ValueError` for a mask that transformers would misread: four-dimensional integers, or another shape than
+    b rows with an entry for each of the tokens in `cache`, or that a static cache has room for, and n new ones."""
     shape, dtype = tuple(mask.shape), getattr(mask, "dtype", None)  # flex_attention's own masks have no dtype
     if len(shape) == 4:
         if dtype is not None and dtype != torch.bool and not dtype.is_floating_point:
-            raise ValueError(
-                "`attention_mask` of four dimensions must be boolean (true where a query sees a key) or floating "
-                f"point (added to the scores), got {dtype}."
-            )
+            rule = "must be boolean (true where a query sees a key) or floating point (added to the scores)"
+            raise ValueError(f"`attention_mask` of four dimensions {rule}, got {dtype}.")
         return
     past = 0 if cache is None else cache.get_seq_length()
     if isinstance(past, torch.Tensor) and torch.compiler.is_compiling():
@@ -109,22 +86,15 @@ def check_attention_mask(mask: Any, b: int, n: int, cache: Cache | None) -> None
         )
 
 
-def both_sides(layer_type: str, config: DiffLlamaConfig, n: int, cache: Cache | None) -> Callable[..., torch.Tensor]:
-    """What a token sees in a layer that is not causal: tokens before and behind it, not a static cache's free room."""
+def bidirectional(layer_type: str, config: DiffLlamaConfig, n: int, cache: Cache | None) -> Callable[..., torch.Tensor]:
+    """The mask function of a layer that is not causal: all tokens within the window, not a static cache's free room."""
     window = config.sliding_window if layer_type == "sliding_attention" else math.inf
     total = math.inf if cache is None else cache.get_seq_length() + n
     return lambda batch, head, query, key: ((query - key).abs() < window) & (key < total)
 
 
 def check_packing(position_ids: torch.Tensor, b: int, cache: Cache | None, flash: bool) -> None:
-    """Raises `ValueError` for packed sequences that would see each other.
-
-    Args:
-        position_ids: [b or 1, n]; where they do not rise within a row, another sequence begins.
-        b: rows.
-        cache: of which the sequences are not the first tokens.
-        flash: whether flash attention computes them, which takes positions of one row only.
-    """
+    """Raises `ValueError` for packed sequences after tokens in `cache`, or under flash attention in several rows."""
     if cache is None and (b == 1 or not flash):
         return
     if position_ids.shape[-1] > 1 and not torch.compiler.is_compiling() and (position_ids.diff() <= 0).any():
@@ -150,14 +120,11 @@ def eager_attention_forward(
     Args:
         query: [b, 2h, n, D]. key, value: [b, num_key_value_heads, m, D].
         attention_mask: added to the scores, or boolean, true where a query sees a key; broadcast to [b, 2h, n, m].
-        dropout: of each softmax map, while training.
         differential_lambda: λ, [1] or [b, n, h, 1].
-        output_attentions: whether to return maps; the configuration's flag by default.
-        output_softmax_maps: return the softmax maps themselves, not their difference.
 
     Returns:
-        [b, n, h, D], and the maps that it is computed from, after dropout: differential [b, h, n, m] in the queries'
-        dtype, softmax [b, 2h, n, m] in float32 (or float64), or `None`.
+        [b, n, h, D], and with `output_attentions` the maps after dropout, differential [b, h, n, m] in the queries'
+        dtype, or with `output_softmax_maps` softmax [b, 2h, n, m] in float32 (or float64).
     """
     scores = torch.matmul(query, repeat_kv(key, module.num_key_value_groups).transpose(2, 3)) * scaling
     if attention_mask is not None:
@@ -172,11 +139,9 @@ def eager_attention_forward(
 
 
 class DiffLlamaAttention(nn.Module):
-    """Differential attention, V1 or V2, as one call of the configured attention function.
-
-    The call is ordinary grouped-query attention with 2h query heads on `num_key_value_heads` key/value heads of width
-    D, so every implementation of transformers, every cache and every engine that takes such a call computes it. Head
-    counts are read from tensors, never from the configuration: under tensor parallelism they are local.
+    """Differential attention, V1 or V2, as one call of the configured attention function: ordinary grouped-query
+    attention with 2h query heads on `num_key_value_heads` key/value heads of width D, which every implementation, cache
+    and engine computes. Head counts are read from tensors: under tensor parallelism the configuration's are not local.
     """
 
     def __init__(self, config: DiffLlamaConfig, layer_idx: int) -> None:
@@ -222,11 +187,7 @@ class DiffLlamaAttention(nn.Module):
             self.lambda_proj = nn.Linear(hidden_size, heads, bias=False)
 
     def differential_lambda(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """λ in float32 (float64 in a float64 model): [1] in V1, [b, n, h, 1] in V2.
-
-        Args:
-            hidden_states: [b, n, hidden_size], this layer's normalised input. V1's λ does not depend on it.
-        """
+        """λ in float32 (float64 in a float64 model): [1] in V1, [b, n, h, 1] in V2, of the layer's normalised input."""
         if self.diff_variant == "v1":
             return vector_lambda(self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2, self.lambda_init)
         # Engines fuse the three projections that read `hidden_states` itself; the index keeps this one apart.
@@ -241,16 +202,10 @@ class DiffLlamaAttention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """
-        Args:
-            hidden_states: [b, n, hidden_size].
-            position_embeddings: cosines and sines, each [b, n, `config.rotary_dim`].
-            attention_mask: what `MASKS` makes for this layer's type and the configured implementation.
-            past_key_values: cache to read and extend.
+        """[b, n, hidden_size] -> the same shape, and the maps of `eager_attention_forward` (else `None`).
 
-        Returns:
-            Output [b, n, hidden_size], and what `eager_attention_forward` says of maps; other implementations have
-            none.
+        `position_embeddings` are cosines and sines, each [b, n, `config.rotary_dim`]; `attention_mask` is what `MASKS`
+        makes for this layer's type.
         """
         input_shape = hidden_states.shape[:-1]
         query = self.q_proj(hidden_states).view(*input_shape, -1, self.map_dim)
@@ -331,6 +286,11 @@ class DifferentialLlamaPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": DiffLlamaDecoderLayer, "attentions": DiffLlamaAttention}
 
+    def __init__(self, config: DiffLlamaConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        # By which the generic heads make their base model, without asking once more whether to trust remote code
+        modeling_auto.AutoModel.register(type(config), DifferentialLlamaModel, exist_ok=True)
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """FSDP2 gives a model that it shards a subclass made by torch: what is saved names the class written here."""
         super().__init_subclass__(**kwargs)
@@ -339,8 +299,7 @@ class DifferentialLlamaPreTrainedModel(PreTrainedModel):
             cls.__module__, cls.__name__, cls.__qualname__ = own.__module__, own.__name__, own.__qualname__
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """The attention function that is used: the one asked for, or by default `diff_attention` in V1 where that is
-        registered and `sdpa` in all else."""
+        """What is asked for; by default V1 uses `diff_attention` where that is registered, and all else `sdpa`."""
         if requested_attention is None and self.config.diff_variant == "v1":
             requested_attention = DIFF_ATTENTION if DIFF_ATTENTION in ALL_ATTENTION_FUNCTIONS.valid_keys() else None
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
@@ -375,8 +334,7 @@ class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
         cache: Cache | None,
         is_causal: bool | None,
     ) -> list[Any]:
-        """What each layer's attention function takes as its mask. Arguments and errors as in `forward`; `is_causal`
-        overrides the layers' own, and where it is false a token sees those behind it as those before."""
+        """Each layer's mask. Arguments and errors as in `forward`; `is_causal` overrides the layers' own."""
         (b, n, _), config = inputs_embeds.shape, self.config
         assert config.layer_types is not None  # set when the configuration is made
         kinds = [
@@ -402,17 +360,15 @@ class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
                     attention_mask=attention_mask,
                     past_key_values=cache,
                     position_ids=position_ids,
-                    or_mask_function=None if causal else both_sides(layer_type, config, n, cache),
+                    or_mask_function=None if causal else bidirectional(layer_type, config, n, cache),
                 )
                 for layer_type, causal in dict.fromkeys(kinds)
             }
         if config._attn_implementation == "flex_attention":
             for mask in masks.values():  # it would add a tensor's first head; on CPUs torch 2.13 reads past its end
                 if isinstance(mask, torch.Tensor):
-                    raise ValueError(
-                        "flex_attention takes an `attention_mask` of two dimensions or a `BlockMask`, got a tensor "
-                        f"{list(mask.shape)}: use another attention function, such as `sdpa`."
-                    )
+                    rule = "flex_attention takes an `attention_mask` of two dimensions or a `BlockMask`, got a tensor"
+                    raise ValueError(f"{rule} {list(mask.shape)}: use another attention function, such as `sdpa`.")
         return [masks[kind] for kind in kinds]
 
     @merge_with_config_defaults
@@ -435,26 +391,20 @@ class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
                 (true where a query sees a key) or added to the scores, [b, 1, n, m]: one for all layers, or a `dict`
                 with one for each type in `config.layer_types`.
             position_ids: [b, n]. Positions that restart within a row, without a mask and earlier tokens, are packed
-                sequences, none of which sees another. Such a cache is not for more tokens, which would see them all.
-            past_key_values: keys and values of earlier tokens, any cache of transformers, a quantized one only
-                without a sliding window.
-            use_cache: whether to return a cache; the configuration's flag by default.
-            output_attentions (in `kwargs`): return each layer's differential maps A1 - λ·A2, signed, [b, h, n, m], as
-                `attentions`, by which the loss has gradients. Needs `attn_implementation="eager"`.
-            output_softmax_maps (in `kwargs`): with `output_attentions`, return the two softmax maps of each head
-                instead, as neighbours, [b, 2h, n, m].
-            output_hidden_states (in `kwargs`): return every layer's input and the last output, each
-                [b, n, hidden_size].
-            is_causal (in `kwargs`): false if tokens see those behind them too; by default what each layer's
-                `self_attn.is_causal` says. Prepared masks are taken as they are.
+                sequences, none of which sees another. Their cache is not for more tokens, which would see them all.
+            past_key_values: a cache of transformers; a quantized one only without a sliding window.
+            kwargs: `output_attentions` returns each layer's signed maps A1 - λ·A2, [b, h, n, m], in the graph, and with
+                `output_softmax_maps` the two softmax maps of each head instead, as neighbours, [b, 2h, n, m]; both need
+                `attn_implementation="eager"`. `output_hidden_states` returns every layer's input and the last output.
+                `is_causal=False` lets tokens see those after them, by default as each layer's `self_attn.is_causal`
+                says; prepared masks are taken as they are.
 
         Returns:
             `last_hidden_state` [b, n, hidden_size], `past_key_values` and what was asked for.
 
         Raises:
-            `ValueError`: none or both of `input_ids` and `inputs_embeds` are given; `attention_mask` has another
-                shape, holds integers in four dimensions, or is such a tensor under flex_attention; packed sequences
-                follow earlier tokens, or are in several rows under flash attention.
+            `ValueError`: none or both of `input_ids` and `inputs_embeds` are given; `attention_mask` has another shape
+                or type; packed sequences follow earlier tokens, or are in several rows under flash attention.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
@@ -511,14 +461,10 @@ class DifferentialLlamaForCausalLM(DifferentialLlamaPreTrainedModel, GenerationM
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """
-        Args:
-            labels: [b, n], -100 where no token is to be predicted; shifted here.
-            logits_to_keep: how many of the last tokens get logits, or their indices; 0 is all.
-            The others: see `DiffLlamaModel.forward`.
+        """`logits` [b, n, vocab_size], `loss` if there are `labels` [b, n], and what `DiffLlamaModel` returns.
 
-        Returns:
-            `logits` [b, n, vocab_size], `loss` if there are labels, and what `DiffLlamaModel` returns.
+        Labels are shifted here; -100 is where no token is to be predicted. `logits_to_keep` is how many of the last
+        tokens get logits, or their indices; 0 is all. The other arguments are `DiffLlamaModel.forward`'s.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -549,11 +495,8 @@ class DifferentialLlamaForCausalLM(DifferentialLlamaPreTrainedModel, GenerationM
         inputs_embeds: torch.Tensor | None = None,  # named here, for `generate` looks whether it is
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """What `generate` gives to `forward` for a step; see transformers.
-
-        LongRoPE turns by other frequencies as soon as a sequence is longer than `original_max_position_embeddings`.
-        Keys in a cache were turned by the old ones, so at that step the sequence is read again from its beginning.
-        """
+        """The inputs of a step of `generate`. LongRoPE changes its frequencies once a sequence is longer than
+        `original_max_position_embeddings`: at that step the sequence is read again, without the cache of old keys."""
         rope = self.config.rope_parameters
         limit = rope["original_max_position_embeddings"] if rope["rope_type"] == "longrope" else None
         if limit and past_key_values is not None and 0 < past_key_values.get_seq_length() <= limit < input_ids.shape[1]:
@@ -564,72 +507,41 @@ class DifferentialLlamaForCausalLM(DifferentialLlamaPreTrainedModel, GenerationM
         )
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """What `generate_batch` and servers call; see transformers.
+        """What `generate_batch` and servers call. Raises `ValueError` for LongRoPE.
 
-        Continuous batching knows `diff_attention` by no name: the configuration says `sdpa` meanwhile, and the layers
+        Continuous batching does not know the name `diff_attention`: the configuration says `sdpa` while the layers
         compute `diff_attention`.
-
-        Raises:
-            `ValueError`: LongRoPE, which takes its frequencies from the longest sequence of a batch, so that one
-                request would change another's tokens.
         """
         implementation = self.config._attn_implementation
         if self.config.rope_parameters["rope_type"] == "longrope":
-            raise ValueError(
-                "`rope_parameters['rope_type']` is 'longrope', under which short prompts in continuous batching get "
-                "the frequencies of long ones beside them: use `generate`, one prompt at a time."
-            )
-        if implementation == DIFF_ATTENTION:
+            rule = "short prompts would get the frequencies of long ones beside them: use `generate`"
+            raise ValueError(f"`rope_parameters['rope_type']` is 'longrope', with which {rule}, a prompt at a time.")
+        differential = implementation == DIFF_ATTENTION
+        if differential:
             self.set_attn_implementation("sdpa")
         manager = super().init_continuous_batching(*args, **kwargs)
-        paged = implementation == DIFF_ATTENTION and self.config._attn_implementation == "sdpa"
-        for layer in self.model.layers:
+        for layer in self.model.layers:  # transformers before 5.19 says `paged|sdpa`, which computes itself
+            paged = differential and self.config._attn_implementation == "sdpa"
             layer.self_attn.paged_implementation = DIFF_ATTENTION if paged else None
-        if implementation == DIFF_ATTENTION:
+        if differential:
             manager._original_attn_impl = DIFF_ATTENTION  # which the manager sets again when it stops
         return manager
-
-
-# The generic heads bring their `forward`. Their `__init__` asks AutoModel for the base model, which would have to trust
-# remote code a second time where this file is remote code, so each head builds its base model itself.
 
 
 class DifferentialLlamaForSequenceClassification(GenericForSequenceClassification, DifferentialLlamaPreTrainedModel):
     """Differential Llama with one label for a sequence, read at its last token that is not padding."""
 
-    def __init__(self, config: DiffLlamaConfig) -> None:
-        super(GenericForSequenceClassification, self).__init__(config)
-        self.num_labels = config.num_labels
-        self.model = DifferentialLlamaModel(config)
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
-        self.post_init()
-
 
 class DifferentialLlamaForTokenClassification(GenericForTokenClassification, DifferentialLlamaPreTrainedModel):
     """Differential Llama with one label for a token."""
-
-    def __init__(self, config: DiffLlamaConfig) -> None:
-        super(GenericForTokenClassification, self).__init__(config)
-        self.num_labels = config.num_labels
-        self.model = DifferentialLlamaModel(config)
-        classifier_dropout = getattr(config, "classifier_dropout", None)
-        self.dropout = nn.Dropout(0.1 if classifier_dropout is None else classifier_dropout)
-        self.score = nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
 
 
 class DifferentialLlamaForQuestionAnswering(GenericForQuestionAnswering, DifferentialLlamaPreTrainedModel):
     """Differential Llama that marks the answer's first and last token in a text."""
 
-    def __init__(self, config: DiffLlamaConfig) -> None:
-        super(GenericForQuestionAnswering, self).__init__(config)
-        self.model = DifferentialLlamaModel(config)
-        self.qa_outputs = nn.Linear(config.hidden_size, 2)
-        self.post_init()
 
-
-# transformers has classes of the names `DiffLlama…` for an architecture of its own, and libraries look up there what
-# `architectures` in config.json says. So the classes have names of their own, and are imported by these.
+# transformers has classes `DiffLlama…` of another architecture, which libraries would find by `architectures` in
+# config.json. So ours have names of their own, and are imported by these.
 DiffLlamaPreTrainedModel = DifferentialLlamaPreTrainedModel
 DiffLlamaModel = DifferentialLlamaModel
 DiffLlamaForCausalLM = DifferentialLlamaForCausalLM
@@ -637,22 +549,12 @@ DiffLlamaForSequenceClassification = DifferentialLlamaForSequenceClassification
 DiffLlamaForTokenClassification = DifferentialLlamaForTokenClassification
 DiffLlamaForQuestionAnswering = DifferentialLlamaForQuestionAnswering
 
-# Trainers look into these tables for whether to shift smoothed labels and for the task that a model card names, and
-# transformers' own tests for what is a base model, which takes no labels.
-for names, model_class in (
-    (MODEL_MAPPING_NAMES, DiffLlamaModel),
-    (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, DiffLlamaForCausalLM),
-    (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, DiffLlamaForSequenceClassification),
-    (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, DiffLlamaForTokenClassification),
-    (MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES, DiffLlamaForQuestionAnswering),
+# Trainers read these tables for whether to shift smoothed labels and for a model card's task, and transformers' tests.
+for table, head in (
+    (modeling_auto.MODEL_MAPPING_NAMES, "Model"),
+    (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "ForCausalLM"),
+    (modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, "ForSequenceClassification"),
+    (modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, "ForTokenClassification"),
+    (modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES, "ForQuestionAnswering"),
 ):
-    names[DiffLlamaConfig.model_type] = model_class.__name__
-
-__all__ = [
-    "DiffLlamaForCausalLM",
-    "DiffLlamaForQuestionAnswering",
-    "DiffLlamaForSequenceClassification",
-    "DiffLlamaForTokenClassification",
-    "DiffLlamaModel",
-    "DiffLlamaPreTrainedModel",
-]
+    table[DiffLlamaConfig.model_type] = f"DifferentialLlama{head}"

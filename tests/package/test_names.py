@@ -63,7 +63,8 @@ def test_transformers_has_no_class_of_a_name_in_a_saved_folder(variant: str, aut
 
 
 def test_classes_are_imported_by_the_names_that_transformers_has_too() -> None:
-    for name in modeling_diffllama.__all__:
+    for auto_class in AUTO_CLASSES:
+        name = auto_class.replace("AutoModel", "DiffLlama" if "For" in auto_class else "DiffLlamaModel")
         model_class = getattr(diffllama, name)
         assert hasattr(transformers, name)
         assert model_class.__name__ == model_class.__qualname__ == name.replace("Diff", "Differential")
@@ -143,5 +144,6 @@ def test_folders_load_by_their_code_and_by_the_package_without_a_complaint(by: s
     assert [module for module in known["modules"].values() if not module.startswith(home)] == []
     assert known["names"] == names
     assert known["tasks"] == tasks
-    for folder, values in expected.items():
-        assert torch.equal(torch.load(folders / folder / "outputs"), values)
+    for folder, values in expected.items():  # V1's attention functions differ: `diff_attention`, remote code `sdpa`
+        tolerance = 0.0 if by == "package" else 1e-5
+        torch.testing.assert_close(torch.load(folders / folder / "outputs"), values, rtol=tolerance, atol=tolerance)
