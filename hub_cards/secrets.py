@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
 
@@ -44,7 +45,7 @@ PLACEHOLDERS = re.compile(r"(?i)(?:user(?:name)?|pass(?:word|wd)?|pwd|token|secr
 @cache
 def patterns() -> list[tuple[str, re.Pattern[str]]]:
     """Pairs of a type of secret and a pattern."""
-    detectors = get_mapping_from_secret_type_to_class()
+    detectors: dict[str, Any] = get_mapping_from_secret_type_to_class()
     known = [(secret_type, re.compile(pattern)) for secret_type, pattern in MORE.items()]
     return known + [(name, pattern) for name in DETECT_SECRETS for pattern in vars(detectors[name])["denylist"]]
 

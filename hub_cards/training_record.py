@@ -131,7 +131,7 @@ def training_rows(record: Mapping[str, Any]) -> dict[str, str]:
     device = state.get("train_batch_size", arguments.get("per_device_train_batch_size"))
     accumulated, processes = arguments.get("gradient_accumulation_steps"), record.get("processes")
     batch = ""
-    if None not in (device, accumulated, processes):
+    if device is not None and accumulated is not None and processes is not None:
         parts = f"{device} per process × {accumulated} accumulated × {processes} processes"
         batch = f"{device * accumulated * processes:,} ({parts})"
     schedule = f", {arguments['lr_scheduler_type']}" if "lr_scheduler_type" in arguments else ""

@@ -145,6 +145,7 @@ def push(
     uploads: dict[str, Path | bytes]
     deleted: list[str] = []
     old_card = remote.card()
+    metadata: dict[str, Any] = {}
     if code_only:
         uploads = {name: folder / name for name in hub_code(folder)}
         config = model | {"auto_map": AUTO_MAP}
@@ -154,7 +155,7 @@ def push(
         files = {file.relative_to(folder).as_posix(): file for file in uploaded_files(folder)}
         uploads = {name: file for name, file in files.items() if name != CARD}
         deleted = [name for name in remote.files if name not in files and any(fnmatch(name, p) for p in REPLACED)]
-        card, metadata = read_card(folder / CARD), {}
+        card = read_card(folder / CARD)
         if not replace_card:
             alternative = f"push with --replace-card (`hf download {repo} {CARD}` gets the other)"
             card, metadata = merge_cards(card, old_card, "the folder", repo, alternative)

@@ -512,17 +512,17 @@ class DifferentialLlamaForCausalLM(DifferentialLlamaPreTrainedModel, GenerationM
         Continuous batching does not know the name `diff_attention`: the configuration says `sdpa` while the layers
         compute `diff_attention`.
         """
-        implementation = self.config._attn_implementation
         if self.config.rope_parameters["rope_type"] == "longrope":
             rule = "short prompts would get the frequencies of long ones beside them: use `generate`"
             raise ValueError(f"`rope_parameters['rope_type']` is 'longrope', with which {rule}, a prompt at a time.")
-        differential = implementation == DIFF_ATTENTION
+        differential = self.config._attn_implementation == DIFF_ATTENTION
         if differential:
             self.set_attn_implementation("sdpa")
         manager = super().init_continuous_batching(*args, **kwargs)
-        for layer in self.model.layers:  # transformers before 5.19 says `paged|sdpa`, which computes itself
-            paged = differential and self.config._attn_implementation == "sdpa"
-            layer.self_attn.paged_implementation = DIFF_ATTENTION if paged else None
+        paged = differential and self.config._attn_implementation == "sdpa"  # not `paged|sdpa` of older transformers
+        for module in self.modules():
+            if isinstance(module, DiffLlamaAttention):
+                module.paged_implementation = DIFF_ATTENTION if paged else None
         if differential:
             manager._original_attn_impl = DIFF_ATTENTION  # which the manager sets again when it stops
         return manager

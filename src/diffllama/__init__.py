@@ -38,7 +38,6 @@ _HOMES = {
     "DiffLlamaPreTrainedModel": _MODELS,
     "convert": "diffllama.conversion.engine",
 }
-_FOLDERS = "checkpoints configuration conversion evaluation hub_cards kernels modeling_diff training".split()
 
 
 def __getattr__(name: str) -> Any:
