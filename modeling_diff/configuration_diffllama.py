@@ -123,8 +123,7 @@ class DifferentialLlamaConfig(PreTrainedConfig):
             RMSNorm over each head, times (1 - λ_init). `"v2"` is microsoft/unilm's second version: λ = sigmoid of a
             projection, per token and head; two queries of width D for each head on ordinary keys; no head norm.
         lambda_init (`"exponential"` or a `float` in (0, 1), defaults to `"exponential"`): λ_init, V1 only.
-            `"exponential"` is 0.8 - 0.6·exp(-0.3·l) for layer l = 0, 1, …; a number is used in all layers (the paper's
-            ablation).
+            `"exponential"` is 0.8 - 0.6·exp(-0.3·l) for layer l = 0, 1, …; a number is for all layers (an ablation).
         lambda_std_dev (`float`, defaults to 0.1): Standard deviation of the four λ vectors at initialisation, V1 only.
             Its square is at most 14/√d, so that λ is finite in float32.
         head_norm (`bool`, defaults to `True`): Whether heads are normalised, V1 only. `False` is the paper's ablation;
@@ -147,8 +146,7 @@ class DifferentialLlamaConfig(PreTrainedConfig):
             every layer slides if there is a `sliding_window`, and none if there is not.
 
     Raises:
-        `huggingface_hub.errors.StrictDataclassError`: a field has the wrong type or value, or fields contradict each
-            other. The message names the field, the value received and the rule.
+        `huggingface_hub.errors.StrictDataclassError`: names the field, the value received and the rule.
     """
 
     model_type = "diff_llama"

@@ -396,8 +396,7 @@ class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
             kwargs: `output_attentions` returns each layer's signed maps A1 - λ·A2, [b, h, n, m], in the graph, and with
                 `output_softmax_maps` the two softmax maps of each head instead, as neighbours, [b, 2h, n, m]; both need
                 `attn_implementation="eager"`. `output_hidden_states` returns every layer's input and the last output.
-                `is_causal=False` lets tokens see those after them, by default as each layer's `self_attn.is_causal`
-                says; prepared masks are taken as they are.
+                `is_causal=False` lets tokens see those after them (default: each layer's `self_attn.is_causal`).
 
         Returns:
             `last_hidden_state` [b, n, hidden_size], `past_key_values` and what was asked for.

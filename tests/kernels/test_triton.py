@@ -301,9 +301,8 @@ def test_keys_are_split_until_each_processor_has_two_programs(m: int, programs: 
 
 
 @needs_triton
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_torchs_own_checks_of_the_operations_pass(variant: str) -> None:
-    given = inputs(variant, "window", n=6, m=20)
+def test_torchs_own_checks_of_the_operations_pass() -> None:
+    given = inputs("v1", "window", n=6, m=20)
     query = given.query.detach().nan_to_num().requires_grad_()
     arguments = (query, *given.differentiable[1:], given.bounds, given.map_dim, given.scaling)
     for save in (False, True):

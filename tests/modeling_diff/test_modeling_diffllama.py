@@ -1,5 +1,6 @@
 import copy
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -164,10 +165,12 @@ def test_attention_and_every_gradient_equal_the_papers_formulas(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("variant", "key_value_heads", "fields"), [("v1", 1, {}), ("v2", 2, WINDOW)])
+@pytest.mark.parametrize(
+    ("variant", "key_value_heads", "kind", "fields"),  # each compiles for seconds
+    [("v1", 1, "causal", {}), ("v1", 2, "left", WINDOW), ("v2", 2, "right", {}), ("v2", 1, "packed", WINDOW)],
+)
 def test_flex_attention_equals_the_papers_formulas(
-    variant: str, kind: str, key_value_heads: int, fields: dict[str, Any]
+    variant: str, key_value_heads: int, kind: str, fields: dict[str, Any]
 ) -> None:
     # torch has no backward of flex_attention on the CPU; its gradients are compared on a GPU (test_gpu.py)
     layer = attention_layer(variant, key_value_heads, "flex_attention", **fields).eval()
@@ -193,12 +196,13 @@ def true_logits(model: DiffLlamaForCausalLM, input_ids: torch.Tensor, given: Bat
 optional_features = pytest.mark.parametrize("fields", [{}, EVERY_FEATURE], ids=["plain", "every feature"])
 
 
-@optional_features
 @pytest.mark.parametrize(
-    "implementation", ["eager", "sdpa", "diff_attention", pytest.param("flex_attention", marks=pytest.mark.slow)]
+    ("variant", "kind", "implementation", "fields"),
+    [
+        *product(VARIANTS, KINDS, ["eager", "sdpa", "diff_attention"], [{}, EVERY_FEATURE]),
+        pytest.param("v1", "left", "flex_attention", EVERY_FEATURE, marks=pytest.mark.slow),  # compiled for each mask
+    ],
 )
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_whole_model_equals_the_papers_formulas(
     variant: str, kind: str, implementation: str, fields: dict[str, Any]

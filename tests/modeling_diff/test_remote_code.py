@@ -28,6 +28,7 @@ from diffllama import (
     DiffLlamaModel,
     modeling_diff,
 )
+from diffllama.hub_cards.code import write_code
 from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention, DiffLlamaPreTrainedModel
 from support import subprocess_runner
 from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_config, tiny_model, tiny_tokenizer, tokens
@@ -192,6 +193,13 @@ def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def answers(request: pytest.FixtureRequest, story: Story) -> Answers:
     """Each of the two processes."""
     return story.processes[request.param]
+
+
+def test_an_exported_folder_has_three_files_of_at_most_1000_lines(tmp_path: Path) -> None:
+    write_code(tmp_path)
+    code = {file.name: len(file.read_text().splitlines()) for file in tmp_path.glob("*.py")}
+    assert set(code) == {"configuration_diffllama.py", "differential_attention.py", "modeling_diffllama.py"}
+    assert sum(code.values()) <= 1000
 
 
 class TestFolder:
