@@ -38,16 +38,17 @@ class Call:
         return os.system, ("echo x",)
 
 
-def archive(pack: Callable[[io.BytesIO], Any]) -> bytes:
-    """The bytes of an archive with a file in it."""
+def zip_bytes() -> bytes:
     buffer = io.BytesIO()
-    with pack(buffer) as opened:
-        add = opened.writestr if isinstance(opened, zipfile.ZipFile) else None
-        if add:
-            add("x.txt", "x")
-        else:
-            entry = tarfile.TarInfo("x.txt")
-            opened.addfile(entry, io.BytesIO())
+    with zipfile.ZipFile(buffer, "w") as file:
+        file.writestr("x.txt", "x")
+    return buffer.getvalue()
+
+
+def tar_bytes() -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.TarFile(fileobj=buffer, mode="w") as file:
+        file.addfile(tarfile.TarInfo("x.txt"), io.BytesIO())
     return buffer.getvalue()
 
 
@@ -77,8 +78,7 @@ def notebook(text: str) -> bytes:
     return f'{{"cells": [{{"cell_type": "code", "source": ["{escaped}"]}}], "nbformat": 4}}'.encode()
 
 
-ZIP = archive(lambda buffer: zipfile.ZipFile(buffer, "w"))
-TAR = archive(lambda buffer: tarfile.TarFile(fileobj=buffer, mode="w"))
+ZIP, TAR = zip_bytes(), tar_bytes()
 ELF = b"\x7fELF\x02\x01\x01" + bytes(57)
 PICKLE = pickle.dumps(Call())
 CUT = b"cos\nsystem\n(S'echo x'\ntR\xff"
@@ -266,46 +266,38 @@ def huge(folder: Path) -> None:
         file.truncate(1 << 40)
 
 
-def pipe(folder: Path) -> None:
-    os.mkfifo(folder / "pipe.safetensors")
-
-
 def loop(folder: Path) -> None:
     (folder / "a.txt").symlink_to(folder / "b.txt")
     (folder / "b.txt").symlink_to(folder / "a.txt")
 
 
-def link_out(folder: Path) -> None:
-    (folder / "NOTICE").symlink_to("/etc/hostname")
+def shard(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
+    """Changes the tensors of a shard."""
+
+    def spoil(folder: Path) -> None:
+        file = min(folder.glob("model-*.safetensors"))
+        tensors = change(load_file(file))
+        file.unlink()
+        save_file(tensors, file, {"format": "pt"})
+
+    return spoil
 
 
-def loop_of_folders(folder: Path) -> None:
-    (folder / "again").symlink_to(folder)
+def with_last_value(value: float) -> Callable[[Path], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        max(tensors.values(), key=torch.numel).view(-1)[-1] = value
+        return tensors
+
+    return shard(change)
 
 
-def weights(folder: Path, value: float) -> None:
-    shard = max(folder.glob("model-*.safetensors"), key=lambda path: path.stat().st_size)
-    tensors = load_file(shard)
-    shard.unlink()
-    max(tensors.values(), key=torch.numel).view(-1)[-1] = value
-    save_file(tensors, shard, {"format": "pt"})
-
-
-def more_code(folder: Path) -> None:
-    name = "modeling_diffllama.py"
-    plant(folder, name, (folder / name).read_text() + "\nimport os\nos.system('echo x')\n")
-
-
-def twice(folder: Path) -> None:
-    plant(folder, "config.json", (folder / "config.json").read_text().replace("{", '{"model_type": "llama",', 1))
+def rewrite(name: str, old: str, new: str) -> Callable[[Path], None]:
+    """Replaces a part of a file."""
+    return lambda folder: plant(folder, name, (folder / name).read_text().replace(old, new, 1))
 
 
 def template(text: str) -> Callable[[Path], None]:
     return lambda folder: plant(folder, "chat_template.jinja", text)
-
-
-def named_template(folder: Path) -> None:
-    plant(folder, "additional_chat_templates/tools.jinja", "{{ messages['__class__'] }}")
 
 
 def config(**fields: Any) -> Callable[[Path], None]:
@@ -317,17 +309,7 @@ def settings(**fields: Any) -> Callable[[Path], None]:
 
 
 def card(text: str) -> Callable[[Path], None]:
-    return lambda folder: plant(
-        folder, "README.md", (folder / "README.md").read_text().replace("---\n", f"---\n{text}\n", 1)
-    )
-
-
-def rename_tensor(folder: Path) -> None:
-    shard = min(folder.glob("model-*.safetensors"))
-    tensors = load_file(shard)
-    tensors["renamed"] = tensors.pop(min(tensors))
-    shard.unlink()
-    save_file(tensors, shard, {"format": "pt"})
+    return rewrite("README.md", "---\n", f"---\n{text}\n")
 
 
 def swap_shards(folder: Path) -> None:
@@ -347,10 +329,7 @@ def larger_tokenizer(folder: Path) -> None:
 
 def quantized(folder: Path) -> None:
     edit(folder, "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
-    shard = min(folder.glob("model-*.safetensors"))
-    tensors = {name: tensor.to(torch.int8) for name, tensor in load_file(shard).items()}
-    shard.unlink()
-    save_file(tensors, shard, {"format": "pt"})
+    shard(lambda tensors: {name: tensor.to(torch.int8) for name, tensor in tensors.items()})(folder)
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -364,18 +343,21 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
         "model-00009-of-00009.safetensors:unknown-file",
     ),
     "huge file": (huge, "huge.dat:unknown-file"),
-    "pipe": (pipe, "pipe.safetensors:special-file"),
+    "pipe": (lambda folder: os.mkfifo(folder / "pipe.safetensors"), "pipe.safetensors:special-file"),
     "loop of links": (loop, "a.txt:link"),
-    "link out of the folder": (link_out, "NOTICE:link"),
-    "link to a folder": (loop_of_folders, "again:link"),
-    "NaN": (lambda folder: weights(folder, float("nan")), ":non-finite"),
-    "infinity": (lambda folder: weights(folder, float("-inf")), ":non-finite"),
-    "os.system in the model's code": (more_code, "modeling_diffllama.py:code-differs"),
+    "link out of the folder": (lambda folder: (folder / "NOTICE").symlink_to("/etc/hostname"), "NOTICE:link"),
+    "link to a folder": (lambda folder: (folder / "again").symlink_to(folder), "again:link"),
+    "NaN": (with_last_value(float("nan")), ":non-finite"),
+    "infinity": (with_last_value(float("-inf")), ":non-finite"),
+    "os.system in the model's code": (
+        rewrite("modeling_diffllama.py", "import torch\n", "import torch\nimport os\nos.system('echo x')\n"),
+        "modeling_diffllama.py:code-differs",
+    ),
     "code that is nested too deeply": (
         lambda folder: plant(folder, "differential_attention.py", "x = " + "(" * 50_000),
         "differential_attention.py:code",
     ),
-    "a field twice": (twice, "config.json:json"),
+    "a field twice": (rewrite("config.json", "{", '{"model_type": "llama",'), "config.json:json"),
     "other weights": (config(transformers_weights="other.safetensors"), "config.json:config-field"),
     "kernels": (config(kernel_config={"x": "evil/kernel"}), "config.json:config-field"),
     "attention of a kernel": (config(_attn_implementation_internal="evil/kernel"), "config.json:config-field"),
@@ -402,7 +384,10 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
         template("{{ messages['__in' ~ 'it__'].x }}"),
         "chat_template.jinja:template",
     ),
-    "template of another name": (named_template, "additional_chat_templates/tools.jinja:template"),
+    "template of another name": (
+        lambda folder: plant(folder, "additional_chat_templates/tools.jinja", "{{ messages['__class__'] }}"),
+        "additional_chat_templates/tools.jinja:template",
+    ),
     "template that is none": (template("{% if %}"), "chat_template.jinja:template"),
     "secret in a template": (template(f"{{# {HF} #}}"), "chat_template.jinja:secret"),
     "secret in a card": (card(f"note: {HF}"), "README.md:secret"),
@@ -441,7 +426,10 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
         config(vocab_size=98),
         "model.safetensors.index.json:weights: misshapen: model.embed_tokens.weight [97, 64], must be [98, 64]",
     ),
-    "weights of another name": (rename_tensor, "model.safetensors.index.json:weights: extra: renamed"),
+    "weights of another name": (
+        shard(lambda tensors: tensors | {"renamed": tensors.pop(min(tensors))}),
+        "model.safetensors.index.json:weights: extra: renamed",
+    ),
     "an index that is wrong": (
         lambda folder: edit(folder, "model.safetensors.index.json", metadata={"total_size": 1}),
         "model.safetensors.index.json:weights: `total_size` must be ",
