@@ -59,26 +59,34 @@ def edit_on_the_hub(hub: Hub, old: str, new: str) -> None:
     model(hub).commit({"README.md": text.replace(old, new, 1).encode()}, "Update README.md")
 
 
-class TestPush:
-    def test_new_repository_gets_all_files_and_a_card_pinned_to_them(self, hub: Hub, folder: Path) -> None:
-        plans: list[UploadPlan] = []
-        result = push(folder, REPO, show=plans.append)
-        assert not model(hub).private
-        _, files_commit, card_commit = model(hub).commits
-        assert (result.commit, result.changed) == (files_commit.oid, True)
-        assert result.url.endswith(card_commit.oid)
-        files = {file.name: file.read_bytes() for file in folder.iterdir()}
-        generated = {"README.md": b"", ".gitattributes": b""}
-        assert model(hub).files() | generated == files | generated
-        text = readme(hub)
-        assert pinned_revision(text) == files_commit.oid
-        assert f'pipeline("text-generation", "{REPO}", revision="{files_commit.oid}", trust_remote_code=True)' in text
-        assert f"vllm serve {REPO} " in text
-        assert "PATH_OR_REPOSITORY" not in text
-        (plan,) = plans
-        assert (plan.repo, plan.creates_repo, plan.private, plan.deleted) == (REPO, True, False, [])
-        assert plan.files == {name: len(content) for name, content in files.items() if name != "README.md"}
+@pytest.fixture
+def without_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skips `check`, which takes two thirds of a push's time and has tests of its own."""
+    monkeypatch.setattr(upload, "check", lambda folder, allow: [])
 
+
+def test_new_repository_gets_all_files_and_a_card_pinned_to_them(hub: Hub, folder: Path) -> None:
+    plans: list[UploadPlan] = []
+    result = push(folder, REPO, show=plans.append)
+    assert not model(hub).private
+    _, files_commit, card_commit = model(hub).commits
+    assert (result.commit, result.changed) == (files_commit.oid, True)
+    assert result.url.endswith(card_commit.oid)
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    generated = {"README.md": b"", ".gitattributes": b""}
+    assert model(hub).files() | generated == files | generated
+    text = readme(hub)
+    assert pinned_revision(text) == files_commit.oid
+    assert f'pipeline("text-generation", "{REPO}", revision="{files_commit.oid}", trust_remote_code=True)' in text
+    assert f"vllm serve {REPO} " in text
+    assert "PATH_OR_REPOSITORY" not in text
+    (plan,) = plans
+    assert (plan.repo, plan.creates_repo, plan.private, plan.deleted) == (REPO, True, False, [])
+    assert plan.files == {name: len(content) for name, content in files.items() if name != "README.md"}
+
+
+@pytest.mark.usefixtures("without_check")
+class TestPush:
     def test_unchanged_folder_is_not_committed(self, hub: Hub, folder: Path) -> None:
         push(folder, REPO)
         commits, requests = len(model(hub).commits), len(hub.requests)
@@ -210,6 +218,7 @@ class TestPush:
         assert len(model(hub).commits) == 1
 
 
+@pytest.mark.usefixtures("without_check")
 class TestCard:
     NOTE = "## Notes\n\nIt likes cats.\n\n"
 

@@ -52,12 +52,9 @@ class Blob:
 
     def __init__(self, path: str, content: bytes):
         self.content, self.size, self.sha256 = content, len(content), hashlib.sha256(content).hexdigest()
-        self.lfs: dict[str, Any] | None = None
-        stored = content
-        if is_lfs(path, self.size, content[:512]):
-            stored = b"version https://git-lfs.github.com/spec/v1\noid sha256:%b\nsize %d\n"
-            stored %= (self.sha256.encode(), self.size)
-            self.lfs = {"oid": self.sha256, "sha256": self.sha256, "size": self.size, "pointerSize": len(stored)}
+        self.lfs = is_lfs(path, self.size, content[:512])
+        pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:%b\nsize %d\n"
+        stored = pointer % (self.sha256.encode(), self.size) if self.lfs else content
         self.oid = hashlib.sha1(b"blob %d\0%b" % (len(stored), stored)).hexdigest()  # as git computes it
         # The name that the client gives it in its cache. It need not upload what it has under the same name.
         self.etag = self.sha256 if self.lfs else self.oid
@@ -72,18 +69,6 @@ class Commit:
     description: str
     parent: "Commit | None"
     files: Mapping[str, Blob]
-
-    def tree(self) -> dict[str, dict[str, Any]]:
-        """All folders and files by path, as the Hub describes them."""
-        entries: dict[str, dict[str, Any]] = {}
-        for path, blob in self.files.items():
-            for folder in [str(parent) for parent in Path(path).parents][-2::-1]:
-                inside = repr([(p, b.oid) for p, b in self.files.items() if p.startswith(f"{folder}/")])
-                oid = hashlib.sha1(inside.encode()).hexdigest()
-                entries[folder] = {"type": "directory", "path": folder, "oid": oid, "size": 0}
-            entry = {"type": "file", "path": path, "oid": blob.oid, "size": blob.size}
-            entries[path] = entry | ({"lfs": blob.lfs} if blob.lfs else {})
-        return entries
 
 
 class Repository:
@@ -376,12 +361,13 @@ class Handler(BaseHTTPRequestHandler):
         return Answer(answer)
 
     def tree(self, repository: Repository, revision: str, folder: str) -> Answer:
-        entries, start = repository.find(revision).tree(), f"{folder}/" if folder else ""
-        if folder and entries.get(folder, {}).get("type") != "directory":
+        """All files in a folder and below."""
+        files = repository.find(revision).files
+        inside = [path for path in files if path.startswith(f"{folder}/" if folder else "")]
+        if not inside:
             raise Refusal(404, f'{folder} does not exist on "{revision}"', "EntryNotFound")
-        deep = self.query.get("recursive") == ["true"]
-        inside = [path for path in entries if path.startswith(start) and (deep or "/" not in path[len(start) :])]
-        return Answer([entries[path] for path in inside])
+        fields = ({"type": "file", "path": path, "oid": files[path].oid, "size": files[path].size} for path in inside)
+        return Answer(list(fields))
 
     def resolve(self, repository: Repository, revision: str, path: str) -> Answer:
         commit = repository.find(revision)
