@@ -71,7 +71,8 @@ def run_isolated(inspect: Inspection, folder: str | os.PathLike[str]) -> list[Fi
     process.start()
     sender.close()  # so that the pipe ends with the process
     findings: list[Finding] = []
-    file, failure = folder.name, None
+    file = folder.name
+    failure: str | None = None
     try:
         while failure is None:
             if not receiver.poll(TIME_LIMIT):

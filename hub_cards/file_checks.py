@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from diffllama.checkpoints.files import leads_out
 from diffllama.checkpoints.json_files import load_json
 from diffllama.hub_cards.findings import Finding, note
-from diffllama.hub_cards.sanitize import LOCAL_PATH, contains_local_path, json_leaves
+from diffllama.hub_cards.sanitize import LOCAL_PATH, contains_local_path, json_strings, json_words
 from diffllama.hub_cards.secrets import SECRET_FIELDS, decode, find_secrets
 
 
@@ -244,17 +244,15 @@ def check_json(name: str, content: Any, is_vocabulary: bool) -> Iterator[Finding
     """Searches a JSON file for secrets, local paths and references to code."""
     if name != "config.json" and isinstance(content, dict) and "auto_map" in content:
         yield Finding(name, "`auto_map` names code, which runs where the model's code is trusted", "auto-map")
-    leaves = [*json_leaves(content)]
-    text = "\n".join(f"{where}\n{value}" if isinstance(value, str) else where for where, value in leaves)
+    text = "\n".join(json_words(content))
     yield from (Finding(name, f"contains {secret}", "secret") for secret in find_secrets(text))
     if name == "tokenizer.json" and isinstance(content, dict):
-        tokens = ("model", "added_tokens")
-        leaves = [*json_leaves({field: value for field, value in content.items() if field not in tokens})]
+        content = {field: value for field, value in content.items() if field not in ("model", "added_tokens")}
     elif is_vocabulary:
         return
-    for where, value in leaves:
+    for where, value in json_strings(content):
         field = where.rpartition(".")[2]
-        if SECRET_FIELDS.search(field) and isinstance(value, str) and value and not value.startswith("<"):
+        if SECRET_FIELDS.search(field) and value and not value.startswith("<"):
             yield Finding(name, f"`{where}` is a secret", "secret")
         if contains_local_path(value, field) and not any(known in where for known in TEXT_FIELDS):
             yield Finding(name, f"`{where}` is or contains a local path: {value[:80]!r}", "path")

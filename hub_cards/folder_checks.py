@@ -30,7 +30,7 @@ from diffllama.hub_cards.code import (
 )
 from diffllama.hub_cards.file_checks import check_file, kind_of, list_files, uploaded_files
 from diffllama.hub_cards.findings import Finding, note
-from diffllama.hub_cards.sanitize import contains_local_path, json_leaves
+from diffllama.hub_cards.sanitize import contains_local_path, json_strings
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
 
 
@@ -301,7 +301,7 @@ def check_card(folder: Path) -> Iterator[Finding]:
         yield note(CARD, "is missing: `diffllama card` writes it", "card")
         return
     metadata = parse_metadata(read_card(folder / CARD), CARD)
-    for where, value in json_leaves(metadata):
+    for where, value in json_strings(metadata):
         if contains_local_path(value, where.rpartition(".")[2]):
             yield Finding(CARD, f"`{where}` is or contains a local path: {value[:80]!r}", "path")
     if not metadata.get("license"):

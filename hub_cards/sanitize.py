@@ -47,13 +47,25 @@ def strip_local_paths(content: Any) -> Any:
     return [strip_local_paths(value) for value in content] if isinstance(content, list) else content
 
 
-def json_leaves(content: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """The values in a JSON value that contain no others, each with its place, such as `layers[0].name`."""
-    if isinstance(content, dict) and content:
-        for name, value in content.items():
-            yield from json_leaves(value, f"{where}.{name}" if where else name)
-    elif isinstance(content, list) and content:
-        for i, value in enumerate(content):
-            yield from json_leaves(value, f"{where}[{i}]")
-    else:
+def json_strings(content: Any, where: str = "") -> Iterator[tuple[str, str]]:
+    """The texts in a JSON value, each with its place, such as `layers[0].name`."""
+    if isinstance(content, str):
         yield where, content
+    elif isinstance(content, dict):
+        for name, value in content.items():
+            yield from json_strings(value, f"{where}.{name}" if where else name)
+    elif isinstance(content, list):
+        for i, value in enumerate(content):
+            yield from json_strings(value, f"{where}[{i}]")
+
+
+def json_words(content: Any) -> Iterator[str]:
+    """The texts in a JSON value and the names of its fields."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict):
+        yield from content
+        yield from json_words(list(content.values()))
+    elif isinstance(content, list):
+        for value in content:
+            yield from json_words(value)
