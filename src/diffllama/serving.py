@@ -123,14 +123,14 @@ class Pinned:
 @functools.cache
 def adapt_transformers() -> None:
     """Makes the server of transformers (5.6 to 5.23) know our model and the limits above."""
-    import transformers
     from starlette.middleware.body_limit import RequestBodyLimitMiddleware
     from transformers.cli.serving import model_manager, server, utils
 
     from diffllama.modeling_diff.modeling_diffllama import DifferentialLlamaForCausalLM
 
-    # It looks a model's class up in transformers, by the name in config.json, so it serves no code from a folder
-    setattr(transformers, DifferentialLlamaForCausalLM.__name__, DifferentialLlamaForCausalLM)
+    # It looks a model's class up in transformers, by the name in config.json, so it serves no code from a folder. (Its
+    # own module of that name: transformers puts another one in its place while a model is imported.)
+    setattr(model_manager.transformers, DifferentialLlamaForCausalLM.__name__, DifferentialLlamaForCausalLM)
     for name in ("GenerateManager", "CBGenerateManager"):
         setattr(utils, name, type(name, (LimitedToContext, getattr(utils, name)), {}))
     model_manager.ModelManager = type("ModelManager", (Pinned, model_manager.ModelManager), {})

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 import typer
 import uvicorn
 from starlette.testclient import TestClient
 from transformers.cli.serve import Serve
-from transformers.cli.serving import utils
+from transformers.cli.serving import model_manager, utils
+from typer.testing import CliRunner
 
 from benchmarks.serving import Server, free_port, serve
 from diffllama import DiffLlamaForCausalLM
@@ -33,7 +33,7 @@ CONTENTS = [QUESTION, "w9", "w10 w11 w12 w13 w14 w15 w16 w17 w18 w19 w20", "w6 w
 def transformers_as_it_was() -> Iterator[None]:
     """Takes the class away again that `run` gives to transformers in this process."""
     yield
-    vars(transformers).pop(DiffLlamaForCausalLM.__name__, None)
+    vars(model_manager.transformers).pop(DiffLlamaForCausalLM.__name__, None)
 
 
 @pytest.fixture(scope="module")
