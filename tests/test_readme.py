@@ -1,9 +1,9 @@
 """Every command and every piece of code in README.md runs."""
 
+import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from diffllama.cli import app
 from diffllama.configuration import preset
 from diffllama.training.pretraining import MODEL_SOURCES, accumulation, read_settings
+from support import subprocess_runner
 from support.llama_checkpoints import SIZES, save_model
 from support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -38,9 +39,9 @@ def test_the_python_code_runs_from_top_to_bottom(tmp_path: Path) -> None:
     tiny_tokenizer().save_pretrained(folder)
     code = "\n".join(blocks("python")) + "\nassert differential[0].shape[1] * 2 == softmax[0].shape[1]\n"
     # the paper's sizes are too large to be made here; the text makes only their configurations
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip(), "the pipeline's answer is printed"
+    code = f"import io, sys\nsys.stdout = io.StringIO()\n{code}facts['printed'] = sys.stdout.getvalue()"
+    known, _ = subprocess_runner.run(code, environment=os.environ, cwd=tmp_path)
+    assert known["printed"].strip(), "the pipeline's answer is printed"
 
 
 def test_every_make_target_that_the_text_names_exists() -> None:
@@ -64,7 +65,7 @@ def test_continuous_integration_runs_the_readmes_test_command() -> None:
     assert "make test " in blocks("sh")[0]
 
 
-def test_what_accelerate_launches_fits_the_processes_of_its_file() -> None:
+def test_commands_of_accelerate_fit_the_processes_of_their_file() -> None:
     lines = [line.split() for block in blocks("sh") for line in block.splitlines() if line.startswith("accelerate ")]
     assert len(lines) >= 1
     for words in lines:
@@ -86,6 +87,11 @@ def test_the_command_line_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: p
         tiny_model("v2").save_pretrained(tmp_path / folder)
         tiny_tokenizer().save_pretrained(tmp_path / folder)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    example = tmp_path / "examples/pretrain.yaml"  # as it is, but small
+    settings = read_settings(example)
+    settings["model"] |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    settings["training"] |= {"max_steps": 2, "save_steps": 2, "eval_steps": 2, "logging_steps": 1}
+    example.write_text(yaml.safe_dump(settings))
     for text in ROOT.glob("*.md"):
         shutil.copy(text, tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -27,7 +27,7 @@ def steps(architecture: str, setting: Setting) -> dict[str, Any]:
 @pytest.mark.parametrize("groups", [None, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", ALONE)
-def test_what_is_timed_is_what_plain_pytorch_computes(architecture: str, dtype: str, groups: int | None) -> None:
+def test_timed_attention_computes_what_plain_pytorch_does(architecture: str, dtype: str, groups: int | None) -> None:
     for step in steps(architecture, replace(SETTING, dtype=dtype, groups=groups)).values():
         step.check()
         step.before()

@@ -37,12 +37,12 @@ def test_lower_precision_may_lose_so_many_times_what_plain_pytorch_loses(kind: s
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_wrong(wrong: float) -> None:
+def test_nonfinite_values_are_refused(wrong: float) -> None:
     with pytest.raises(CorrectnessError):
         compare("output", off(wrong), TRUTH)
 
 
-def test_what_is_missing_is_wrong_and_so_is_a_truth_of_zeros() -> None:
+def test_missing_values_and_a_truth_of_zeros_are_refused() -> None:
     with pytest.raises(CorrectnessError, match=r"layers\.1\.weight has no gradient"):
         compare("gradient", {"layers.0.weight": TRUTH["layers.0.weight"]}, TRUTH)
     zeros = {"x": torch.zeros(2)}

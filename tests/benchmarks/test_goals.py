@@ -30,7 +30,7 @@ def test_the_readme_has_the_goals(threads: int | None) -> None:
     assert len(goals) == len(documented(threads)) >= 3
 
 
-def test_what_runs_by_default_has_every_goals_setting() -> None:
+def test_default_run_has_every_goals_setting() -> None:
     cases = {case.name: case for case in choose(["model"])}
     for goal in GOALS:
         batch, lengths = getattr(cases[goal.case], goal.setting.device)

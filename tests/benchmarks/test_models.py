@@ -23,7 +23,7 @@ def step(case: str, architecture: str, setting: Setting = SETTING) -> Step:
 
 
 @pytest.mark.parametrize(("case", "architecture"), [(case, one) for case in WHOLE for one in CASES[case].architectures])
-def test_what_is_timed_is_what_eager_attention_computes(case: str, architecture: str) -> None:
+def test_timed_model_computes_what_eager_attention_does(case: str, architecture: str) -> None:
     made = step(case, architecture)
     made.check()
     made.before()
@@ -32,7 +32,7 @@ def test_what_is_timed_is_what_eager_attention_computes(case: str, architecture:
 
 @pytest.mark.parametrize("case", ["model/prefill", "model/decode", "model/train", "generate/dynamic"])
 @pytest.mark.parametrize("architecture", ["llama", "v1", "v2"])
-def test_in_bfloat16_it_loses_what_eager_attention_loses(case: str, architecture: str) -> None:
+def test_bfloat16_loses_no_more_than_eager_attention(case: str, architecture: str) -> None:
     step(case, architecture, replace(SETTING, dtype="bfloat16")).check()
 
 

@@ -72,7 +72,7 @@ def test_prompts_differ() -> None:
     assert {len(text.split()) for text in made} == {128}
 
 
-def test_what_does_not_start_is_said_with_its_last_words(tmp_path: Path) -> None:
+def test_server_that_does_not_start_is_reported_with_its_output(tmp_path: Path) -> None:
     words = [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]
     with (
         pytest.raises(RuntimeError, match=r"(?s)ended with status 3:.*no such model"),

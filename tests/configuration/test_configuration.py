@@ -240,7 +240,7 @@ def test_the_long_context_recipe_stretches_the_3b_model() -> None:
     assert config.rope_parameters["rope_theta"] == 640_000
 
 
-def test_what_a_recipe_is_changed_to_is_not_remembered() -> None:
+def test_changed_recipe_is_not_remembered() -> None:
     recipe("3b")["training"]["learning_rate"] = 1.0
     assert recipe("3b")["training"]["learning_rate"] == 3.2e-4
 

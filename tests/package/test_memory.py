@@ -63,7 +63,7 @@ def test_keys_and_values_are_those_of_a_cache(variant: str, batch: int, window: 
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_token_takes_in_a_paged_cache_what_is_told(variant: str) -> None:
+def test_paged_cache_takes_the_stated_bytes_per_token(variant: str) -> None:
     model = tiny_model(variant, attn_implementation="sdpa")
     with model.continuous_batching_context_manager(continuous_batching_config=paged(8, 16)) as manager:
         manager.add_request(tokens(1, 5)[0].tolist(), max_new_tokens=2)
@@ -198,7 +198,7 @@ def test_sizes_that_no_model_has_are_named(fields: dict[str, Any], message: str,
         memory(read_config(tmp_path), 10)
 
 
-def test_what_is_no_configuration_is_said_so(tmp_path: Path) -> None:
+def test_memory_of_no_configuration_names_the_reason(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         read_config(tmp_path / "nowhere")
     file = tmp_path / "config.json"

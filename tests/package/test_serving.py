@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +12,12 @@ import typer
 import uvicorn
 from starlette.testclient import TestClient
 from transformers.cli.serve import Serve
-from transformers.cli.serving import model_manager, utils
+from transformers.cli.serving import utils
 from typer.testing import CliRunner
 
 from benchmarks.serving import Server, free_port, serve
 from diffllama import DiffLlamaForCausalLM
+from diffllama.cli import app
 from diffllama.serving import MAX_BODY_SIZE, check_options, command, run
 from support import folder_generation
 from support.openai_server_suite import QUESTION, Answering, ask, chat, check_it_stops, post, readme_command
@@ -92,21 +92,13 @@ def test_answers_end_where_the_models_context_does(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_it_stops_in_the_middle_of_an_answer(server: Server) -> None:
+def test_server_stops_in_the_middle_of_an_answer(server: Server) -> None:
     check_it_stops(server)
 
 
-def test_what_is_no_model_is_said_so(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "diffllama", "serve", str(tmp_path / "nowhere")]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 1
-    assert "nowhere" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_folder_that_does_not_exist_is_named_at_once(tmp_path: Path) -> None:
+def test_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
-        check_options([str(tmp_path / "nowhere"), "--port", "8001"])
+        CliRunner().invoke(app, ["serve", str(tmp_path / "nowhere"), "--port", "8001"], catch_exceptions=False)
     check_options([f"{tmp_path}:model.gguf"])
     check_options(["owner/name"])
 
@@ -231,7 +223,7 @@ def test_wrong_options_are_refused_as_by_transformers(options: list[str]) -> Non
     assert messages[0] == messages[1]
 
 
-def test_what_is_missing_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_without_extra_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[serve\]'"):
         run([])

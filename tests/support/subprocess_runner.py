@@ -1,7 +1,7 @@
 """Fresh processes, each of which has imported torch and nothing that knows of the model.
 
-Importing transformers takes 5 s of CPU time, most of it for torch. So one process imports torch, and others, which are
-forked from it, import the rest.
+Importing transformers takes 5 s of CPU time, most of it for torch and SciPy. So one process imports these, and others,
+which are forked from it, import the rest.
 """
 
 import functools
@@ -17,7 +17,8 @@ from typing import Any
 
 SERVER = """
 import json, os, sys, traceback
-import torch._dynamo, torch.distributed.checkpoint, torch.distributed.tensor  # what transformers imports of torch
+import jinja2, scipy.optimize  # and what else transformers imports
+import torch._dynamo, torch.distributed.checkpoint, torch.distributed.tensor
 
 assert not {"diffllama", "huggingface_hub", "transformers"} & set(sys.modules)
 for line in sys.stdin:

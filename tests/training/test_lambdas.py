@@ -78,7 +78,7 @@ def test_their_gradients_are_those_of_training_everything() -> None:
 
 
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
-def test_what_is_saved_loads_onto_a_fresh_model(trained: PeftModel, tmp_path: Path, safe: bool) -> None:
+def test_saved_lambdas_load_onto_a_fresh_model(trained: PeftModel, tmp_path: Path, safe: bool) -> None:
     trained.save_pretrained(tmp_path / "saved", safe_serialization=safe)
     assert {file for file in files(tmp_path / "saved") if "model." in file} == {
         "adapter_model.safetensors" if safe else "adapter_model.bin"
@@ -94,7 +94,7 @@ def test_transformers_loads_it_without_peft_being_asked(trained: PeftModel, tmp_
     assert torch.equal(logits(loaded), logits(trained))
 
 
-def test_a_merged_model_has_them(trained: PeftModel, tmp_path: Path) -> None:
+def test_merged_model_has_the_trained_lambdas(trained: PeftModel, tmp_path: Path) -> None:
     expected, kept = logits(trained), vectors(trained)
     merged = trained.merge_and_unload()
     torch.testing.assert_close(logits(merged), expected, rtol=0, atol=2e-5)
@@ -138,7 +138,7 @@ def test_an_adapter_that_was_loaded_is_trained_and_saved_on(trained: PeftModel, 
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_every_adapter_is_saved_with_them_where_peft_saves_it(tmp_path: Path) -> None:
+def test_every_adapter_is_saved_with_the_lambdas(tmp_path: Path) -> None:
     model = adapted()
     model.add_adapter("other", LoraConfig(task_type=TASK))
     train_lambdas(model)
@@ -170,7 +170,7 @@ def test_a_prompt_learned_beside_them_is_saved_with_them(tmp_path: Path) -> None
     assert torch.equal(logits(PeftModel.from_pretrained(base(), tmp_path)), logits(model))
 
 
-def test_a_disabled_adapter_leaves_them_trained(trained: PeftModel) -> None:
+def test_disabled_adapter_leaves_the_lambdas_trained(trained: PeftModel) -> None:
     model = base()
     with torch.no_grad():
         for name, vector in vectors(trained).items():
@@ -179,7 +179,7 @@ def test_a_disabled_adapter_leaves_them_trained(trained: PeftModel) -> None:
         torch.testing.assert_close(logits(trained), logits(model), rtol=0, atol=1e-5)
 
 
-def test_in_half_precision_they_are_trained_and_saved_in_float32(tmp_path: Path) -> None:
+def test_lambdas_in_half_precision_are_trained_and_saved_in_float32(tmp_path: Path) -> None:
     model = adapted(dtype=torch.bfloat16)
     with torch.no_grad():
         for name in vectors(model):
@@ -231,7 +231,7 @@ def test_a_model_without_an_adapter_is_refused() -> None:
         train_lambdas(base())
 
 
-def test_a_state_dict_without_them_is_refused(tmp_path: Path) -> None:
+def test_state_dict_without_lambdas_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`state_dict` has no vectors"):
         adapted().save_pretrained(tmp_path, state_dict={"base_model.model.lm_head.weight": torch.zeros(97, 64)})
     assert not list(tmp_path.iterdir())

@@ -49,7 +49,7 @@ def good_weights(made: Trainer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("row", [4, 5])  # both in the third step, in its first and in its second batch
-def test_it_is_reported_with_its_step_and_nothing_of_it_is_learned(row: int, tmp_path: Path) -> None:
+def test_nonfinite_gradient_is_reported_with_its_step_and_not_applied(row: int, tmp_path: Path) -> None:
     stopped = trainer(tmp_path, poisoned(row), StopOnNonFiniteCallback())
     with pytest.raises(FloatingPointError, match=r"^Step 3: .* the weights are those of step 2\."):
         stopped.train()
@@ -60,7 +60,7 @@ def test_it_is_reported_with_its_step_and_nothing_of_it_is_learned(row: int, tmp
     assert [entry["step"] for entry in stopped.state.log_history if "loss" in entry] == [1, 2]
 
 
-def test_without_it_the_trainer_goes_on_and_shows_no_nan(tmp_path: Path) -> None:
+def test_trainer_without_the_callback_goes_on_and_shows_no_nan(tmp_path: Path) -> None:
     made = trainer(tmp_path, poisoned(4))
     made.train()
     losses = torch.tensor([entry["loss"] for entry in made.state.log_history if "loss" in entry])

@@ -124,7 +124,7 @@ def test_a_dataset_is_read_with_its_split_and_column() -> None:
         list(read_documents(dataset="data", column="body"))
 
 
-def test_what_was_packed_once_is_read_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_text_is_read_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     def sequences(length: int = 4, **source: Any) -> list[list[int]]:
         return load_packed_dataset(tiny_tokenizer(), length, files="texts", **source)["input_ids"]
 
@@ -189,7 +189,7 @@ def test_a_dataset_of_the_hub_is_read_at_one_commit(monkeypatch: pytest.MonkeyPa
     assert packing.resolve_revision({"dataset": "user/data"}) == {"dataset": "user/data"}
 
 
-def test_what_broke_off_is_not_taken_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_packing_is_not_taken_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     write("texts/a.txt", "w7 w8 w9 w10 w11 w12 w13")
 
     def breaks_off(**source: Any) -> Any:
@@ -221,7 +221,7 @@ def test_what_broke_off_is_not_taken_for_the_whole(monkeypatch: pytest.MonkeyPat
         ({"files": "a.txt", "max_tokens": 3}, "`data.max_tokens` must be a sequence of 4 at least, got 3"),
     ],
 )
-def test_what_cannot_be_read_is_named(source: dict[str, Any], message: str) -> None:
+def test_unreadable_text_is_named(source: dict[str, Any], message: str) -> None:
     write("a.txt", "w7 w8 w9 w10")
     write("a.jsonl", "w7")
     write("empty.txt", "")
@@ -267,9 +267,7 @@ def dataset(suffix: str, seed: int = 0) -> str:
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_a_stream_has_the_sequences_of_packed_and_goes_on_after_any_of_them(
-    suffix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stream_has_the_packed_sequences_and_goes_on_after_any(suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "BATCH", 150)  # characters: a sequence begins in one batch and ends in another
     folder = dataset(suffix)
     rows = load_packed_dataset(TOKENIZER, 8, dataset=folder)["input_ids"]

@@ -92,7 +92,7 @@ def whole(work: Path) -> Path:
         return work / pretrain(write("whole"))
 
 
-def test_it_learns_and_logs_losses_and_how_far_the_maps_are_apart(whole: Path) -> None:
+def test_pretraining_learns_and_logs_losses_and_map_statistics(whole: Path) -> None:
     losses = history(whole)
     assert len(losses) == 9
     assert losses[-1] < 0.9 * losses[0]
@@ -388,7 +388,7 @@ def test_a_streamed_run_learns_the_sequences_of_the_stream_in_order(streamed: Pa
         ({"training": {"max_steps": 3, "dataloader_num_workers": 1}}, "`training.dataloader_num_workers` must be 0"),
     ],
 )
-def test_what_does_not_go_with_a_stream_is_named(changes: Any, message: str) -> None:
+def test_fields_that_contradict_streaming_are_named(changes: Any, message: str) -> None:
     Path("mistake.yaml").write_text(yaml.safe_dump(STREAMED | changes))
     with pytest.raises(ValueError, match=f"mistake.yaml: {message}"):
         read_settings(Path("mistake.yaml"))
@@ -406,7 +406,7 @@ def test_the_example_for_many_gpus_starts(streamed: Path) -> None:
     assert len(history(pretrain(Path("example.yaml")), "train_loss")) == 1
 
 
-def test_it_does_not_go_on_with_other_text_or_another_model(whole: Path) -> None:
+def test_changed_text_or_model_is_refused_on_resuming(whole: Path) -> None:
     before = (whole / "trainer_state.json").read_bytes()
     other = {
         "`model`": {"model": MODEL | {"hidden_size": 64}},
@@ -427,14 +427,14 @@ def test_it_does_not_go_on_with_other_text_or_another_model(whole: Path) -> None
     assert (whole / "trainer_state.json").read_bytes() == before
 
 
-def test_it_tells_nothing_of_the_machine_in_what_is_published(whole: Path) -> None:
+def test_record_tells_nothing_of_the_machine(whole: Path) -> None:
     record = json.loads((whole / "pretraining.json").read_text())
     assert len(record) == 5
     assert all(len(value) == 16 for value in record.values())
 
 
 @pytest.mark.parametrize("name", ["config.json", "checkpoint-3/model.safetensors", "adapter_config.json"])
-def test_it_does_not_write_over_another_model_or_go_on_with_another_training(name: str) -> None:
+def test_folder_of_another_model_or_training_is_refused(name: str) -> None:
     file = Path(f"precious-{name[:5]}", name)
     file.parent.mkdir(parents=True)
     file.write_text("precious")
@@ -443,7 +443,7 @@ def test_it_does_not_write_over_another_model_or_go_on_with_another_training(nam
     assert [path.read_text() for path in Path(f"precious-{name[:5]}").rglob("*") if path.is_file()] == ["precious"]
 
 
-def test_a_nan_stops_it_with_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_stops_pretraining_and_names_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Trainer.training_step
 
     def poisoned(self: Trainer, model: Any, *rest: Any) -> Any:
@@ -552,7 +552,7 @@ def test_pretrain_command_trains_and_names_a_mistake_in_one_line(
     assert "Traceback" not in captured
 
 
-def test_what_is_missing_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pretrain_without_extra_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("diffllama.training.pretraining", "diffllama.training.packing"):
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -602,7 +602,7 @@ def test_two_processes_train_as_one_does(streaming: bool, whole: Path, streamed:
     assert history(Path("two-done")) == pytest.approx(history(whole), rel=1e-5)
 
 
-def test_numbers_and_no_are_what_people_mean(whole: Path) -> None:
+def test_yaml_reads_exponents_as_numbers_and_no_as_text(whole: Path) -> None:
     """Not to PyYAML: it takes 1e-2 for a text and `no` for false."""
     config = write("meant", max_steps=7, save_strategy="later")
     text = (

@@ -230,7 +230,7 @@ def test_processes_train_as_one_does_and_take_up_what_others_began(variant: str,
 
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_they_measure_how_far_the_maps_are_apart_as_one_does(variant: str, name: str, trained: Path) -> None:
+def test_processes_measure_map_statistics_as_one_does(variant: str, name: str, trained: Path) -> None:
     cosines, alone = (facts(trained, variant, each)["cosines"] for each in (name, "one"))
     assert len(cosines) == 7
     assert cosines == pytest.approx(alone, abs=1e-4)
@@ -239,7 +239,7 @@ def test_they_measure_how_far_the_maps_are_apart_as_one_does(variant: str, name:
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
-def test_what_they_save_computes_the_same_in_one_process(variant: str, name: str, trained: Path) -> None:
+def test_model_saved_by_processes_computes_the_same_in_one(variant: str, name: str, trained: Path) -> None:
     facts(trained, variant, name)
     logits = load_file(trained / variant / name / "logits.safetensors")["logits"]
     torch.testing.assert_close(saved(trained, variant, name)(tokens(2, 9)).logits, logits, rtol=0, atol=1e-6)
@@ -255,7 +255,7 @@ def test_each_of_two_keeps_half_of_every_weight(variant: str, name: str, trained
 
 @pytest.mark.parametrize("name", ["two", "sharded", "ZeRO-2", "ZeRO-3"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_they_save_has_the_models_code(variant: str, name: str, trained: Path) -> None:
+def test_model_saved_by_processes_has_its_code(variant: str, name: str, trained: Path) -> None:
     facts(trained, variant, name)
     one, other = trained / variant / "one", trained / variant / name
     assert sorted(file.name for file in other.glob("*.py")) == sorted(file.name for file in one.glob("*.py"))

@@ -48,7 +48,7 @@ def expected_stats(model: DiffLlamaForCausalLM, row: torch.Tensor) -> dict[str, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_it_measures_what_the_papers_formulas_give(variant: str, dtype: torch.dtype) -> None:
+def test_statistics_are_those_of_the_papers_formulas(variant: str, dtype: torch.dtype) -> None:
     model, row = tiny_model(variant, dtype, "sdpa"), tokens(11)
     stats, expected = differential_stats(model, row[None]), expected_stats(model, row)
     assert list(stats) == list(expected)
@@ -78,7 +78,7 @@ def test_equal_maps_cancel_by_lambda() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_it_leaves_no_trace(variant: str) -> None:
+def test_measuring_leaves_the_model_as_it_was(variant: str) -> None:
     model = tiny_model(variant, attn_implementation="sdpa", attention_dropout=0.5, **EVERY_FEATURE).train()
     model.model.layers[0].eval()
     modes = [module.training for module in model.modules()]
@@ -90,7 +90,7 @@ def test_it_leaves_no_trace(variant: str) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_it_leaves_no_trace_when_it_fails() -> None:
+def test_failed_measuring_leaves_the_model_as_it_was() -> None:
     model = tiny_model(attn_implementation="sdpa").train()
     with pytest.raises(IndexError):
         differential_stats(model, torch.full((1, 3), 97))
@@ -128,7 +128,7 @@ class Recorder(TrainerCallback):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_logger_gets_it_and_the_same_weights_come_out(
+def test_every_logger_gets_the_statistics_and_training_is_not_disturbed(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "recorder", Recorder)

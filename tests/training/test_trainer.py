@@ -68,7 +68,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_it_learns_and_every_weight_moves(make: Make) -> None:
+def test_training_lowers_the_loss_and_moves_every_weight(make: Make) -> None:
     trainer = make(max_steps=20)
     before = weights(trainer)
     trainer.train()
@@ -144,7 +144,7 @@ def test_a_compiled_model_computes_the_same_losses(make: Make) -> None:
     assert losses(compiled) == pytest.approx(losses(plain), rel=1e-5)
 
 
-def test_what_it_saves_loads_and_computes_the_same(make: Make, tmp_path: Path) -> None:
+def test_saved_model_loads_and_computes_the_same(make: Make, tmp_path: Path) -> None:
     trainer = make()
     trainer.train()
     trainer.save_model(tmp_path / "saved")
