@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that transformers loads, as sources and as results of a conversion: stock models and our own."""
+"""Checkpoints that transformers loads: their configuration, tensors, tokenizer and other files."""
 
 import copy
 import os
@@ -79,8 +79,7 @@ def copy_auxiliary_files(src: Path, folder: Path) -> None:
 
 
 def resolve_tied_lm_head(checkpoint: Checkpoint, *configs: PreTrainedConfig) -> None:
-    """Makes tied embeddings and the checkpoint agree: an output layer beside them is dropped if it is the same, and
-    unties them if it is another."""
+    """Resolves an output layer stored beside tied embeddings: an equal one is dropped, another one unties them."""
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if not configs[0].tie_word_embeddings or not {head, embedding} <= checkpoint.tensors.keys():
         return
@@ -298,12 +297,12 @@ class TransformersSource:
     def pin_tokenizer_class(self, folder: Path) -> None:
         """Makes the tokenizer in a folder load as the source's does.
 
-        transformers chooses a tokenizer's class by the model type too, which is another one now: where that makes a
-        difference, the class that the source had is written down. Code of a tokenizer does not come along, nor does its
-        entry in `auto_map`: with the model's code, it would be trusted.
+        transformers also chooses a tokenizer's class by the model type, which has changed: where that makes a
+        difference, the source's class is written into tokenizer_config.json. A tokenizer's own code and its entry in
+        `auto_map` are left out: together with the model's code, they would be trusted.
 
         Raises:
-            VerificationError: it still encodes otherwise, or does not load.
+            VerificationError: the tokenizer does not load, or encodes text differently.
         """
         if self.tokenizer is None:
             return
@@ -314,18 +313,18 @@ class TransformersSource:
         if not loads_like(self.tokenizer, folder):
             settings["tokenizer_class"] = type(self.tokenizer).__name__
             write_json(file, settings)
-            if not loads_like(self.tokenizer, folder, to_the_letter=False):
-                raise VerificationError(f"The tokenizer of {self.src} encodes otherwise in the converted folder.")
+            if not loads_like(self.tokenizer, folder, exactly=False):
+                raise VerificationError(f"The tokenizer of {self.src} encodes text differently in the result.")
 
 
-def loads_like(tokenizer: Any, folder: Path, to_the_letter: bool = True) -> bool:
-    """Whether the tokenizer in a folder loads and is (or at least encodes like) another one."""
+def loads_like(tokenizer: Any, folder: Path, exactly: bool = True) -> bool:
+    """Whether the tokenizer in a folder loads and encodes like another one, or, `exactly`, has the same definition."""
     try:
         loaded = AutoTokenizer.from_pretrained(**result_location(folder))
     except Exception:  # of transformers and tokenizers, for whatever it is that is wrong with the files
         return False
-    mine, theirs = (getattr(each, "backend_tokenizer", None) for each in (tokenizer, loaded))
-    if to_the_letter and mine is not None and theirs is not None and mine.to_str() != theirs.to_str():
+    backends = [getattr(each, "backend_tokenizer", None) for each in (tokenizer, loaded)]
+    if exactly and None not in backends and backends[0].to_str() != backends[1].to_str():
         return False
     texts = (SAMPLE_TEXT, " ".join(tokenizer.all_special_tokens) + SAMPLE_TEXT)
     return all(tokenizer(text).input_ids == loaded(text).input_ids for text in texts)

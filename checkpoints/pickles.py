@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Pickled state dicts, read without running code from them."""
+"""Pickled state dicts, read without running any code in them."""
 
 import pickle
 import re
@@ -13,22 +13,22 @@ from diffllama.checkpoints.tensor_values import DTYPES
 
 
 def read_pickle(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a pickled state dict, without running code from it.
+    """Reads the tensors of a pickled state dict without running any code in it.
 
-    Dictionaries and lists of state dicts become one, names joined by dots; a state dict under `model` or `state_dict`
-    stands for the file.
+    Nested dictionaries and lists are flattened, with names joined by dots. If the file has a state dict under `model`
+    or `state_dict`, only that is read.
 
     Raises:
-        ValueError: the file holds anything but tensors of floating-point numbers, or is cut off, or would run code.
+        ValueError: the file contains anything but floating-point tensors, or is truncated, or would run code.
     """
     with path.open("rb") as file:
         zipped = file.read(4) == b"PK\3\4"  # pickles from before torch 1.6 are not, and cannot be mapped into memory
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"it names {named[1]}, and " if named else ""
-        raise ValueError(f"is no pickle of plain tensors; {what}nothing else is read, for it could run code") from error
+        match = re.search(r"GLOBAL (\S+)", str(error))
+        content = f"contains {match[1]}" if match else "is not a pickle of tensors"
+        raise ValueError(f"{content}; only tensors are loaded, because unpickling can execute code") from error
     except Exception as error:  # damaged pickles fail anywhere in torch
         reason = " ".join((type(error).__name__, *str(error).split()))
         raise ValueError(f"torch cannot load it, it may be cut off: {reason}") from error

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints, read a tensor at a time."""
+"""Reads checkpoints one tensor at a time."""
 
 import hashlib
 import json
@@ -138,9 +138,9 @@ class Checkpoint:
 
 
 def nonfinite_tensors(checkpoint: Checkpoint) -> dict[str, str]:
-    """The tensors of a checkpoint that hold NaN or infinite values: name -> the name of their file.
+    """Finds the tensors with NaN or infinite values: tensor name -> file name.
 
-    Every value is read, a piece of a tensor at a time.
+    Reads every value, at most `PIECE` at a time.
     """
     return {
         name: checkpoint.homes[name][0].path.name
@@ -150,10 +150,9 @@ def nonfinite_tensors(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """SHA-256 of the names, shapes and values of all tensors. It is equal for equal values of whatever dtype, but for
-    float64, which has one of its own.
+    """SHA-256 of the names, shapes and values of all tensors.
 
-    Every value is read, a piece of a tensor at a time.
+    Equal values have equal fingerprints in all dtypes but float64. Reads every value, at most `PIECE` at a time.
     """
     tensors = checkpoint.tensors.items()
     return combine({name: (tensor.shape, digest(checkpoint.pieces(name))) for name, tensor in tensors})
@@ -165,7 +164,7 @@ def combine(digests: Mapping[str, tuple[torch.Size, str]]) -> str:
 
 
 def open_checkpoint(src: Path) -> Checkpoint:
-    """Opens weights. Values are read later, except those of pickles too old to be mapped into memory.
+    """Opens a checkpoint. Values are read later, except from pickles that are too old for memory mapping.
 
     Args:
         src: a file (.safetensors, .bin, .pt, .pth), or a folder with weights as transformers names them (one file or
@@ -235,18 +234,18 @@ def sha256(file: TensorFile) -> str:
     return digest.hexdigest()
 
 
-def check_tensors(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], where: str) -> None:
-    """Checks names and shapes.
+def check_tensors(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], where: str) -> None:
+    """Checks the names and shapes of tensors against those that a configuration asks for.
 
     Raises:
         CheckpointError: lists every missing, extra and misshapen tensor with its shapes.
     """
-    faults = [f"missing: {name} {list(expected[name].shape)}" for name in expected if name not in found]
-    faults += [f"extra: {name} {list(found[name].shape)}" for name in found if name not in expected]
+    faults = [f"missing: {name} {list(expected[name].shape)}" for name in expected if name not in tensors]
+    faults += [f"extra: {name} {list(tensors[name].shape)}" for name in tensors if name not in expected]
     faults += [
-        f"misshapen: {name} {list(found[name].shape)}, must be {list(expected[name].shape)}"
+        f"misshapen: {name} {list(tensors[name].shape)}, must be {list(expected[name].shape)}"
         for name in expected
-        if name in found and found[name].shape != expected[name].shape
+        if name in tensors and tensors[name].shape != expected[name].shape
     ]
     if faults:
         raise CheckpointError(lines(f"{where} does not have the tensors that its configuration asks for", faults))

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Values of tensors, looked at a piece at a time: which dtypes there are, digests, NaN and infinity."""
+"""Supported dtypes; digests and checks of tensor values, a piece at a time."""
 
 import hashlib
 import math
@@ -10,21 +10,21 @@ import torch
 
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""The dtypes that are converted, by their names in safetensors files."""
+"""The supported dtypes, by their names in safetensors files."""
 
 PIECE = 1 << 18
-"""How many values of a tensor are in memory at a time when it is read piece by piece."""
+"""The number of values in memory at a time when a tensor is read piece by piece."""
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The values of a tensor, one after another: [m] with m <= `PIECE`; none of a tensor without values."""
+    """Splits a tensor into contiguous pieces [m], m <= `PIECE`. A tensor without values has none."""
     values = tensor.detach().contiguous().reshape(-1)
     return (piece for piece in values.split(PIECE) if piece.numel())
 
 
 def is_finite(piece: torch.Tensor) -> bool:
-    """Whether all values of a tensor, which has some, are numbers, neither NaN nor infinite."""
-    return all(math.isfinite(value) for value in piece.aminmax())  # NaN is the least and the largest of all
+    """Whether a tensor with at least one value has neither NaN nor infinity."""
+    return all(math.isfinite(value) for value in piece.aminmax())  # aminmax propagates NaN
 
 
 def digest(values: Iterable[torch.Tensor]) -> str:

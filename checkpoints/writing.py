@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors shards and their index."""
+"""Writes safetensors shards and their index."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def write_shards(
     stem: str = "model",
     progress: Progress | None = None,
 ) -> str:
-    """Carries out a plan, with one shard and one tensor of the source in memory at a time.
+    """Writes the tensors of a plan, with one shard and one tensor of the source in memory at a time.
 
     Args:
         folder: where `{stem}.safetensors` is written, or shards and their index, named as transformers names them.
@@ -87,22 +87,22 @@ def write_shards(
 
 
 def make_tensor(name: str, step: Step, checkpoint: Checkpoint) -> torch.Tensor:
-    """Carries out a step. The tensor is contiguous and shares no memory; see `write_shards` for what is raised."""
+    """Computes a tensor that is contiguous and shares no memory, as safetensors needs it. Raises as `write_shards`."""
     inputs = [checkpoint.read(source) for source in step.inputs]
-    made = step.make(*inputs)
-    if not made.is_contiguous() or made.is_neg() or any(shares_memory(made, tensor) for tensor in inputs):
-        made = made.clone(memory_format=torch.contiguous_format).resolve_neg()
-    if all(map(is_finite, pieces(made))):
-        return made
-    if bad := nonfinite_tensors(checkpoint):
-        items = [f"{file}: {tensor}" for tensor, file in bad.items()]
+    tensor = step.make(*inputs)
+    if not tensor.is_contiguous() or tensor.is_neg() or any(shares_memory(tensor, source) for source in inputs):
+        tensor = tensor.clone(memory_format=torch.contiguous_format).resolve_neg()
+    if all(map(is_finite, pieces(tensor))):
+        return tensor
+    if sources := nonfinite_tensors(checkpoint):
+        items = [f"{file}: {source}" for source, file in sources.items()]
         raise CheckpointError(
             lines("Weights that are NaN or infinite: the file is damaged or its training failed", items)
         )
-    dtype = str(made.dtype).removeprefix("torch.")
+    dtype = str(tensor.dtype).removeprefix("torch.")
     raise CheckpointError(
-        f"{name} becomes infinite: {dtype} holds numbers up to {torch.finfo(made.dtype).max:.5g}, and what is "
-        f"made of {', '.join(step.inputs)} is larger. Choose a wider dtype, such as bfloat16."
+        f"{name} becomes infinite: {dtype} holds numbers up to {torch.finfo(tensor.dtype).max:.5g}, and a value "
+        f"computed from {', '.join(step.inputs)} is larger. Choose a wider dtype, such as bfloat16."
     )
 
 

@@ -79,7 +79,7 @@ def convert(
         ValueError: an option is unknown, or the source has a feature that the result lacks.
         CheckpointError: tensors are missing, unknown, misshapen, unreadable or not finite; all of them are listed. Or
             one becomes infinite in the result's dtype.
-        VerificationError: the result computes something else than was promised.
+        VerificationError: the result differs from its source by more than the tolerance.
         OSError: the disk is too small, which is found before anything is written, or cannot be written.
         ImportError: `src` is a GGUF file and the packages of the extra `gguf` are not installed.
     """
@@ -109,8 +109,8 @@ def convert(
     part = isinstance(opened, UnilmSource) and opened.attention_only
     result = AttentionResult() if part else converter.result
     if isinstance(result, TransformersResult) and not part:
-        made = {name: step.result for name, step in steps.items()}
-        check_tensors(made, expected_tensors(config), f"What {src} becomes")
+        results = {name: step.result for name, step in steps.items()}
+        check_tensors(results, expected_tensors(config), f"What {src} becomes")
     check_space(sum(step.result.nbytes for step in steps.values()), dest)
 
     with new_folder(dest, overwrite) as folder:
@@ -209,6 +209,6 @@ def verified(
             verification = replace(eager, sdpa_difference=verification.max_difference)
     if not verification.passed:
         raise VerificationError(
-            f"The result computes something else than its source: {verification}. Nothing was written."
+            f"The result does not compute what its source computes: {verification}. Nothing was written."
         )
     return verification.as_dict()

@@ -201,11 +201,11 @@ class UnilmSource:
                 sizes["vocab_size"] = tensors["model.embed_tokens.weight"].shape[0]
                 sizes["intermediate_size"] = tensors[f"{first}mlp.gate_proj.weight"].shape[0]
         except (KeyError, IndexError, ZeroDivisionError) as error:
-            found = [f"{name} {list(tensor.shape)}" for name, tensor in tensors.items()]
+            shapes_found = [f"{name} {list(tensor.shape)}" for name, tensor in tensors.items()]
             names = ", ".join(unilm_reference.ATTENTION_WEIGHTS[self.variant])
             raise CheckpointError(
-                lines(f"{self.src} is no {self.model_type}, for sizes cannot be told without {error}. Attention has "
-                      f"{names}. There are only", found[:20] + ["…"] * (len(found) > 20))
+                lines(f"{self.src} is not {self.model_type}: sizes cannot be derived without {error}. Attention has "
+                      f"{names}. The file has only", shapes_found[:20] + ["…"] * (len(shapes_found) > 20))
             ) from error  # fmt: skip
         return sizes | {"tie_word_embeddings": "lm_head.weight" not in tensors}
 

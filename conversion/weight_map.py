@@ -50,8 +50,8 @@ def find_rules(name: str, weight_map: WeightMap) -> tuple[tuple[Rule, ...], str]
 
 def is_dropped(name: str, weight_map: WeightMap) -> bool:
     """Whether the map drops a source tensor."""
-    found = find_rules(name, weight_map)
-    return found is not None and not found[0]
+    match = find_rules(name, weight_map)
+    return match is not None and not match[0]
 
 
 def plan(
@@ -71,11 +71,11 @@ def plan(
     steps: dict[str, Step] = {}
     unknown, missing = [], []
     for name, tensor in source.items():
-        found = find_rules(name, weight_map)
-        if found is None:
+        match = find_rules(name, weight_map)
+        if match is None:
             unknown.append(f"{name} {list(tensor.shape)}")
             continue
-        rules, layer = found
+        rules, layer = match
         for rule in rules:
             target = rule.target.format(i=layer)
             if target in steps:

@@ -1,5 +1,6 @@
 import errno
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ def dest(tmp_path: Path) -> Path:
 def test_the_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
     dest = tmp_path / "a" / "b" / "dest"
     with new_folder(dest) as folder:
+        assert dest.parent in folder.parents  # on the same file system
         (folder / "sub").mkdir()
         (folder / "sub" / "file").write_text("new")
         assert not dest.exists()
@@ -36,18 +38,6 @@ def test_the_old_folder_stands_until_the_block_ends(dest: Path) -> None:
         assert snapshot(dest) == {"config.json": b"old"}
     assert snapshot(dest) == {"new": b"new"}
     assert list(dest.parent.iterdir()) == [dest]
-
-
-def test_the_new_folder_is_made_on_the_same_file_system(tmp_path: Path) -> None:
-    with new_folder(tmp_path / "dest") as folder:
-        assert tmp_path in folder.parents
-
-
-def test_an_empty_folder_is_replaced_without_asking(tmp_path: Path) -> None:
-    (tmp_path / "dest").mkdir()
-    with new_folder(tmp_path / "dest") as folder:
-        (folder / "new").write_text("new")
-    assert snapshot(tmp_path) == {"dest": None, "dest/new": b"new"}
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o002, 0o077], ids=oct)
@@ -130,43 +120,64 @@ def test_a_link_to_a_folder_stays_and_the_folder_is_replaced(dest: Path) -> None
     assert snapshot(dest.parent) == {"disk": None, "disk/model": None, "disk/model/new": b"new", "dest": str(moved)}
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_file_is_never_replaced(overwrite: bool, dest: Path) -> None:
+def hide_config(root: Path) -> None:
+    (root / "dest" / "config.json").rename(root / "dest" / ".hidden")
+
+
+def links(root: Path) -> None:
+    (root / "link").symlink_to("nowhere")
+    (root / "loop").symlink_to("loop")
+
+
+def repository(name: str, as_file: bool = False) -> Callable[[Path], None]:
+    def prepare(root: Path) -> None:
+        path = root / "dest" / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch() if as_file else path.mkdir()
+
+    return prepare
+
+
+def nothing(root: Path) -> None: ...
+
+
+REFUSED = {
+    "a file": (nothing, "dest/config.json", r"config\.json is not a folder"),
+    "below a file": (nothing, "dest/config.json/a/dest", r"config\.json is not a folder"),
+    "a dangling link": (links, "link", "link is not a folder"),
+    "below a dangling link": (links, "link/dest", "link is not a folder"),
+    "a loop of links": (links, "loop", "loop is not a folder"),
+    "no model": (hide_config, "dest", r"no config\.json.*not overwritten"),
+    "the current folder": (lambda root: os.chdir(root / "dest"), "dest", "is the current folder.* folder inside it"),
+    "a mount point": (nothing, "/", "is a mount point"),
+    **{
+        name: (repository(name), "dest", rf"dest has a repository in it \(.*{name}\)")
+        for name in (".git", ".hg", ".svn", "sub/.git")
+    },
+    ".git as a file": (repository(".git", as_file=True), "dest", r"dest has a repository in it \(.*\.git\)"),
+}
+"""Name -> what is done to a folder with the model `dest`, where the result is to be, and what is said, always."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_never_replaced(name: str, dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare, place, message = REFUSED[name]
+    monkeypatch.chdir(dest.parent)
+    prepare(dest.parent)
+    before = snapshot(dest.parent)
     for check in (check_free, lambda *given: new_folder(*given).__enter__()):
-        with pytest.raises(FileExistsError, match=r"config\.json is not a folder"):
-            check(dest / "config.json", overwrite)
-    assert snapshot(dest.parent) == {"dest": None, "dest/config.json": b"old"}
+        with pytest.raises(FileExistsError, match=message):
+            check(dest.parent / place, True)
+    assert snapshot(dest.parent) == before
 
 
-def test_a_model_folder_is_replaced_only_on_request(dest: Path) -> None:
+def test_a_model_folder_is_replaced_only_on_request_and_a_missing_one_is_free(dest: Path) -> None:
     for check in (check_free, lambda *given: new_folder(*given).__enter__()):
         with pytest.raises(FileExistsError, match=r"not empty\..*--overwrite"):
             check(dest, False)
     check_free(dest, True)
-    assert snapshot(dest) == {"config.json": b"old"}
-
-
-def test_a_folder_that_is_no_model_is_never_replaced(dest: Path) -> None:
-    (dest / "config.json").rename(dest / ".hidden")
-    for check in (check_free, lambda *given: new_folder(*given).__enter__()):
-        with pytest.raises(FileExistsError, match=r"no config\.json.*not overwritten"):
-            check(dest, True)
-    assert snapshot(dest) == {".hidden": b"old"}
-
-
-def test_a_place_under_a_file_or_behind_a_dangling_link_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to("nowhere")
-    (tmp_path / "loop").symlink_to("loop")
-    for name, culprit in (("file/a/dest", "file"), ("link", "link"), ("link/dest", "link"), ("loop", "loop")):
-        for check in (check_free, lambda *given: new_folder(*given).__enter__()):
-            with pytest.raises(FileExistsError, match=f"{culprit} is not a folder"):
-                check(tmp_path / name, True)
-
-
-def test_a_missing_folder_is_free(tmp_path: Path) -> None:
-    assert check_free(tmp_path / "a" / "b", False) is None
-    assert list(tmp_path.iterdir()) == []
+    check_free(dest.parent / "a" / "b", False)
+    assert snapshot(dest.parent) == {"dest": None, "dest/config.json": b"old"}
 
 
 def test_a_signal_after_the_old_folder_was_moved_away_brings_it_back(
@@ -185,26 +196,6 @@ def test_a_signal_after_the_old_folder_was_moved_away_brings_it_back(
     with pytest.raises(KeyboardInterrupt), new_folder(dest, overwrite=True):
         pass
     assert snapshot(dest.parent) == before
-
-
-def test_the_current_folder_and_a_mount_point_are_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileExistsError, match=r"is the current folder.* Name a folder inside it"):
-        check_free(Path.cwd(), True)
-    with pytest.raises(FileExistsError, match="is a mount point"):
-        check_free(Path("/"), True)
-
-
-@pytest.mark.parametrize("name", [".git", ".hg", ".svn", "sub/.git", ".git as a file"])
-def test_a_folder_with_a_repository_is_never_replaced(name: str, dest: Path) -> None:
-    name, _, as_file = name.partition(" ")
-    (dest / name).parent.mkdir(exist_ok=True)
-    (dest / name).touch() if as_file else (dest / name).mkdir()
-    before = snapshot(dest)
-    for check in (check_free, lambda *given: new_folder(*given).__enter__()):
-        with pytest.raises(FileExistsError, match=rf"dest has a repository in it \(.*{name}\)"):
-            check(dest, True)
-    assert snapshot(dest) == before
 
 
 def test_what_is_not_a_models_is_listed_before_and_when_it_is_lost(
@@ -289,19 +280,19 @@ def test_the_next_run_removes_what_a_killed_one_left_and_loses_nothing(
 def test_what_was_being_replaced_is_replaced_by_the_next_run(dest: Path) -> None:
     for _ in range(2):
         replace_and_be_killed(dest, "after the old one is moved")
+    faster = dest.with_name("faster")  # an old folder comes back only where nothing stands
+    faster.mkdir()
+    (faster / "config.json").write_text("old")
+    replace_and_be_killed(faster, "after the old one is moved")
+    faster.mkdir()
+    (faster / "config.json").write_text("another process was faster")
+    remove_leftovers(faster)
+    assert snapshot(faster) == {"config.json": b"another process was faster"}
+    shutil.rmtree(faster)
     with new_folder(dest, overwrite=True) as folder:
         assert snapshot(dest) == OLD
         (folder / "config.json").write_text("new")
     assert snapshot(dest) == NEW
-    assert list(dest.parent.iterdir()) == [dest]
-
-
-def test_an_old_folder_comes_back_only_where_nothing_stands(dest: Path) -> None:
-    replace_and_be_killed(dest, "after the old one is moved")
-    dest.mkdir()
-    (dest / "config.json").write_text("another process was faster")
-    remove_leftovers(dest)
-    assert snapshot(dest) == {"config.json": b"another process was faster"}
     assert list(dest.parent.iterdir()) == [dest]
 
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from support.weight_files import (
     all_same,
     as_they_are,
     cut,
-    each_format,
     in_memory,
     message,
     only_linux,
@@ -42,6 +40,7 @@ from support.weight_files import (
     sharded,
     shards,
     values,
+    write_file,
 )
 
 
@@ -173,52 +172,32 @@ def test_all_missing_shards_are_named(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "{",
-        "[]",
-        "7",
-        "{}",
-        '{"weight_map": []}',
-        '{"weight_map": 7}',
-        '{"weight_map": {"a": 7}}',
-        '{"weight_map": {"a": null, "b": "model-1.safetensors"}}',
-        '{"weight_map": {"a": ["model-1.safetensors"]}}',
-    ],
-)
-def test_what_is_no_index_is_refused(content: str, tmp_path: Path) -> None:
-    (tmp_path / INDEX).write_text(content)
-    assert f"{INDEX} is no index of shards" in message(tmp_path)
+BROKEN_INDICES = {
+    **dict.fromkeys(("", "{", "[]", "7", "{}"), "is no index of shards"),
+    **dict.fromkeys(
+        ('{"weight_map": []}', '{"weight_map": 7}', '{"weight_map": {"a": 7}}', '{"weight_map": {"a": ["x"]}}'),
+        "is no index of shards",
+    ),
+    '{"weight_map": {"a": null, "b": "x.safetensors"}}': "is no index of shards",
+    b"\xff\xfe\xfd": "is no index of shards",
+    '{"weight_map": {}}': r"must name files of its own folder, got \[\]",
+    **{
+        json.dumps({"weight_map": {"a": "x.safetensors", "b": shard}}): rf"of its own folder, got .*{shard}"
+        for shard in ("../x.safetensors", "sub/x.safetensors", "/etc/passwd", "./../x.safetensors")
+    },
+    **{json.dumps({"weight_map": {"a": folder}}): r"index\.json" for folder in ("", ".", "..")},
+}
+"""Content -> what is said of it."""
 
 
-def test_an_index_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / INDEX).write_bytes(b"\xff\xfe\xfd")
-    assert f"{INDEX} is no index of shards" in message(tmp_path)
-
-
-@pytest.mark.parametrize("shard", ["../x.safetensors", "sub/x.safetensors", "/etc/passwd", "./../x.safetensors"])
-def test_an_index_that_points_elsewhere_is_refused(shard: str, tmp_path: Path) -> None:
-    (tmp_path / "sub" / "sub").mkdir(parents=True)
-    for place in (tmp_path, tmp_path / "sub", tmp_path / "sub" / "sub"):
+@pytest.mark.parametrize("content", BROKEN_INDICES)
+def test_an_index_that_does_not_name_files_of_its_folder_is_refused(content: str | bytes, tmp_path: Path) -> None:
+    (tmp_path / "src" / "sub").mkdir(parents=True)
+    for place in (tmp_path, tmp_path / "src", tmp_path / "src" / "sub"):
         save_file({"a": A}, place / "x.safetensors")
-    (tmp_path / "sub" / INDEX).write_text(json.dumps({"weight_map": {"a": "x.safetensors", "b": shard}}))
-    text = message(tmp_path / "sub")
-    assert "must name files of its own folder" in text
-    assert shard in text
-
-
-def test_an_index_without_tensors_is_refused(tmp_path: Path) -> None:
-    (tmp_path / INDEX).write_text('{"weight_map": {}}')
-    assert "must name files of its own folder, got []" in message(tmp_path)
-
-
-@pytest.mark.parametrize("shard", ["", ".", ".."])
-def test_a_folder_is_no_shard(shard: str, tmp_path: Path) -> None:
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": shard}}))
-    with pytest.raises((CheckpointError, FileNotFoundError), match=r"index\.json"):
-        open_checkpoint(tmp_path)
+    write_file(tmp_path / "src" / INDEX, content if isinstance(content, bytes) else content.encode())
+    with pytest.raises((CheckpointError, FileNotFoundError), match=BROKEN_INDICES[content]):
+        open_checkpoint(tmp_path / "src")
 
 
 def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
@@ -292,42 +271,31 @@ def test_a_pointer_of_git_lfs_is_called_by_its_name(name: str, tmp_path: Path) -
 # SHA-256
 
 
-def sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def test_the_sha256_is_that_of_an_index_a_header_or_else_the_file(tmp_path: Path) -> None:
+    def expect(place: Path, content: bytes) -> None:
+        assert open_checkpoint(place).index_sha256 == hashlib.sha256(content).hexdigest()
 
-
-def test_shards_have_the_sha256_of_their_index(tmp_path: Path) -> None:
     sharded(tmp_path)
     content = (tmp_path / INDEX).read_bytes()
-    assert open_checkpoint(tmp_path).index_sha256 == sha256(content)
+    expect(tmp_path, content)
     save_file({"c": C + 1}, shards(tmp_path)[1])
-    assert open_checkpoint(tmp_path).index_sha256 == sha256(content)
+    expect(tmp_path, content)
     (tmp_path / INDEX).write_bytes(content + b"\n")
-    assert open_checkpoint(tmp_path).index_sha256 == sha256(content + b"\n") != sha256(content)
+    expect(tmp_path, content + b"\n")
 
-
-def test_a_safetensors_file_has_the_sha256_of_its_header(tmp_path: Path) -> None:
-    digests = []
     for weights in ({"a": A}, {"a": B}, {"b": A}, {"a": A.bfloat16()}, {"a": A.T.contiguous()}):
         save_file(weights, tmp_path / SINGLE)
         content = (tmp_path / SINGLE).read_bytes()
-        digests.append(open_checkpoint(tmp_path).index_sha256)
-        assert digests[-1] == sha256(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        assert digests[-1] == open_checkpoint(tmp_path / SINGLE).index_sha256
-    assert digests[0] == digests[1]  # of what is in the file, not of values
-    assert len(set(digests)) == 4
+        for place in (tmp_path, tmp_path / SINGLE):
+            expect(place, content[8 : 8 + int.from_bytes(content[:8], "little")])
 
+    for to_file in FORMATS.values():
+        file = to_file(tmp_path / "x.bin", {"a": torch.zeros(1000, 300)})  # more than a megabyte
+        expect(file, file.read_bytes())
 
-@each_format
-def test_a_pickle_has_the_sha256_of_the_file(to_file: Callable[[Path, Any], Path], tmp_path: Path) -> None:
-    file = to_file(tmp_path / "x.bin", {"a": torch.zeros(1000, 300)})  # more than a megabyte
-    assert open_checkpoint(file).index_sha256 == sha256(file.read_bytes())
-
-
-def test_tensors_of_any_file_have_the_sha256_of_that_file(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF" * 1000)
     checkpoint = Checkpoint.of_file(TensorsInMemory({"a": A}, tmp_path / "x.gguf"))
-    assert checkpoint.index_sha256 == sha256(b"GGUF" * 1000)
+    assert checkpoint.index_sha256 == hashlib.sha256(b"GGUF" * 1000).hexdigest()
     assert all_same(values(checkpoint), {"a": A})
 
 

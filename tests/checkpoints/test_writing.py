@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from diffllama.checkpoints.errors import CheckpointError
+from diffllama.checkpoints.options import shard_size
 from diffllama.checkpoints.reading import Checkpoint, TensorsInMemory, fingerprint, open_checkpoint
 from diffllama.checkpoints.tensor_values import DTYPES
 from diffllama.checkpoints.writing import Step, write_shards
@@ -209,3 +210,14 @@ def test_a_tensor_that_overflows_is_named_with_its_source(tmp_path: Path) -> Non
     message = r"^b becomes infinite: float16 holds numbers up to 65504, and .* a is larger\. .* such as bfloat16"
     with pytest.raises(CheckpointError, match=message):
         write_shards(tmp_path, plan(checkpoint.tensors, {"a": rule}, tiny_config(), torch.float16), checkpoint)
+
+
+@pytest.mark.parametrize(("size", "expected"), [(60_000, 60_000), ("60000", 60_000), ("60KB", "60KB")])
+def test_the_size_of_shards_is_bytes_or_a_text_with_a_unit(size: int | str, expected: int | str) -> None:
+    assert shard_size(size) == expected
+
+
+@pytest.mark.parametrize("size", ["0", "0GB", "-5GB", "5 apples", -1])
+def test_a_size_that_is_none_is_refused(size: int | str) -> None:
+    with pytest.raises(ValueError, match=r"`max_shard_size` must be a number of bytes or a text like '5GB', got"):
+        shard_size(size)

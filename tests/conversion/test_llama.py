@@ -85,19 +85,16 @@ def source(tmp_path: Path) -> Path:
     return llama(tmp_path / "src")
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_equal_bit_for_bit(
-    case: str, dtype: str, implementation: str, folders: dict[tuple[str, str], tuple[Path, Path]]
-) -> None:
-    original, converted = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=implementation)
-        for folder in folders[case, dtype]
-    )
+def test_logits_are_equal_bit_for_bit(case: str, dtype: str, folders: dict[tuple[str, str], tuple[Path, Path]]) -> None:
+    original, converted = (AutoModelForCausalLM.from_pretrained(folder, dtype=dtype) for folder in folders[case, dtype])
     assert type(original) is not type(converted) is DiffLlamaForCausalLM
     assert converted.dtype == original.dtype == getattr(torch, dtype)
-    assert torch.equal(logits(converted), logits(original))
+    for implementation in ("eager", "sdpa"):
+        for model in (original, converted):
+            model.set_attn_implementation(implementation)
+        assert torch.equal(logits(converted), logits(original))
 
 
 def test_logits_are_equal_where_diffllama_is_not_installed(
@@ -118,9 +115,10 @@ for case, dtype, source, folder in json.loads(sys.argv[1]):
         same = torch.equal(converted(ids).logits, original(ids).logits)
     facts[f"{case} {dtype}"] = same and type(converted).__module__.startswith("transformers_modules.")
 """
-    given = json.dumps([[*key, str(old), str(new)] for key, (old, new) in folders.items()])
+    chosen = [(case, DTYPES[i % 2]) for i, case in enumerate(CASES)]
+    given = json.dumps([[*key, *map(str, folders[key])] for key in chosen])
     equal, _ = subprocess_runner.run(code, given, environment=os.environ | {"HF_MODULES_CACHE": str(tmp_path)})
-    assert equal == {f"{case} {dtype}": True for case in CASES for dtype in DTYPES}
+    assert equal == {f"{case} {dtype}": True for case, dtype in chosen}
 
 
 def test_float16_logits_are_equal_but_for_the_rounding_of_tiny_numbers(tmp_path: Path) -> None:
@@ -128,14 +126,6 @@ def test_float16_logits_are_equal_but_for_the_rounding_of_tiny_numbers(tmp_path:
     converted = DiffLlamaForCausalLM.from_pretrained(convert(tmp_path / "src", tmp_path / "dest", dtype="float16"))
     assert converted.dtype == torch.float16
     torch.testing.assert_close(logits(converted), logits(original), rtol=2**-9, atol=2**-9)
-
-
-@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-def test_auto_keeps_the_dtype_of_the_source(stored: str, tmp_path: Path) -> None:
-    LlamaForCausalLM.from_pretrained(llama(tmp_path / "src"), dtype=stored).save_pretrained(tmp_path / "stored")
-    folder = convert(tmp_path / "stored", tmp_path / "dest")
-    assert json.loads((folder / "config.json").read_text())["dtype"] == stored
-    assert {weight.dtype for weight in load_file(folder / "model.safetensors").values()} == {getattr(torch, stored)}
 
 
 def test_rotary_frequencies_that_old_checkpoints_carry_are_left_out(source: Path, tmp_path: Path) -> None:
@@ -325,16 +315,6 @@ def test_v1_needs_an_even_number_of_key_value_heads(tmp_path: Path) -> None:
 
 
 # V2
-
-
-def test_queries_are_doubled_as_neighbours_and_outputs_are_twice_as_large(source: Path, tmp_path: Path) -> None:
-    old = load_file(source / "model.safetensors")
-    new = load_file(convert(source, tmp_path / "dest") / "model.safetensors")
-    heads = old[f"{ONE}q_proj.weight"].view(4, 16, 64)
-    assert torch.equal(new[f"{ONE}q_proj.weight"].view(4, 2, 16, 64), torch.stack((heads, heads), 1))
-    assert torch.equal(new[f"{ONE}o_proj.weight"], 2 * old[f"{ONE}o_proj.weight"])
-    assert new[f"{ONE}lambda_proj.weight"].shape == (4, 64)
-    assert torch.count_nonzero(new[f"{ONE}lambda_proj.weight"]) == 0
 
 
 def test_fields_that_the_source_does_not_read_do_not_come_along(tmp_path: Path) -> None:

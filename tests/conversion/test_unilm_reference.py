@@ -215,40 +215,6 @@ def test_the_layouts_agree_exactly_when_no_queries_are_grouped(key_value_heads: 
     assert difference == 0 if agree else difference > 0.1
 
 
-@each_case
-def test_a_later_token_changes_nothing_earlier(case: Case) -> None:
-    x, weights = hidden(), attention_weights(case)
-    changed = x.clone()
-    changed[:, 4] = hidden()[:, 0]
-    same = (attention(x, weights, case) == attention(changed, weights, case)).all(-1)
-    assert same.tolist() == [[True] * 4 + [False] * 3] * 2
-
-
-def test_rotation_turns_neighbours_together() -> None:
-    x, angles = hidden()[:, :, None, :WIDTH], torch.arange(TOKENS)[:, None] * FREQUENCIES
-    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.exp(1j * angles)[:, None]
-    assert_same(unilm_reference.rotate(x, angles), torch.view_as_real(turned).flatten(-2))
-
-
-def test_scores_depend_on_relative_positions_alone() -> None:
-    query, key = hidden()[..., :WIDTH, None].transpose(2, 3), hidden()[..., -WIDTH:, None].transpose(2, 3)
-
-    def scores(start: int, key_start: int) -> Tensor:
-        turned = [
-            unilm_reference.rotate(x, unilm_reference.rotary_angles(torch.arange(TOKENS) + first, FREQUENCIES))
-            for x, first in ((query, start), (key, key_start))
-        ]
-        return torch.einsum("bihw,bjhw->bhij", *turned)
-
-    assert_same(scores(100, 100), scores(0, 0))
-    assert (scores(1, 0) - scores(0, 0)).abs().max() > 0.1
-
-
-def test_lambda_init_grows_with_the_layer() -> None:
-    expected = [0.2, 0.3555090675909693, 0.4707130183435842, 0.5560582041556406]
-    assert [unilm_reference.lambda_init(layer) for layer in range(4)] == pytest.approx(expected, rel=1e-15)
-
-
 def test_the_default_frequencies_are_powers_of_theta() -> None:
     frequencies = unilm_reference.default_inverse_frequencies(8)
     assert_same(frequencies, torch.tensor([1, 0.1, 0.01, 0.001], dtype=torch.float64))
@@ -262,9 +228,3 @@ def test_it_works_in_the_dtype_of_its_weights(name: str) -> None:
     assert actual.dtype == torch.float32
     roundings = 100 * torch.finfo(torch.float32).eps  # one per term of the longest sums
     assert (actual - expected).abs().max() <= roundings * expected.abs().max()
-
-
-@pytest.mark.parametrize("frequencies", [1, 2, 4, 6])
-def test_frequencies_for_another_width_are_an_error(frequencies: int) -> None:
-    with pytest.raises(RuntimeError, match="unflatten"):
-        unilm_reference.rotate(hidden()[:, :, None, :WIDTH], torch.zeros(TOKENS, frequencies))

@@ -1,7 +1,10 @@
 """Tiny checkpoints of Llama and its relatives, sound and broken, and what a folder holds."""
 
+import hashlib
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,13 +68,20 @@ RELATIVES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 """Name -> relatives of Llama, with fields besides `SIZES`."""
 
 
+SAVED = tempfile.TemporaryDirectory()
+
+
 def save_model(folder: Path, config: PreTrainedConfig, std: float = 0.2, **save: Any) -> Path:
-    """Saves a language model with random weights, the same for the same configuration."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=std)
-    model.save_pretrained(folder, **save)
+    """Saves a language model with random weights, the same for the same configuration, which is made once."""
+    key = repr((type(config), config.to_json_string(use_diff=False), std, save))
+    saved = Path(SAVED.name, hashlib.sha256(key.encode()).hexdigest())
+    if not saved.exists():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        for name, parameter in model.named_parameters():
+            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=std)
+        model.save_pretrained(saved, **save)
+    shutil.copytree(saved, folder, dirs_exist_ok=True)
     return folder
 
 
@@ -136,12 +146,29 @@ class Refusal:
     even_to_overwrite: bool = True
 
 
-def _broken(break_it: Callable[[Path], Any]) -> Callable[[Path], Path]:
+def _broken(error: type[Exception], message: str, break_it: Callable[[Path], Any]) -> Refusal:
+    """A sound checkpoint that is broken by a function."""
+
     def prepare(folder: Path) -> Path:
         break_it(folder / "src")
         return folder / "src"
 
-    return prepare
+    return Refusal(prepare, error, message)
+
+
+def _config(message: str, error: type[Exception] = ValueError, **fields: Any) -> Refusal:
+    """Other fields in config.json."""
+    return _broken(error, message, lambda src: edit_config(src, **fields))
+
+
+def _text(name: str, content: str, message: str) -> Refusal:
+    """Another content of a file of the checkpoint."""
+    return _broken(ValueError, message, lambda src: (src / name).write_text(content))
+
+
+def _tensors(message: str, edit: Callable[[dict[str, torch.Tensor]], Any]) -> Refusal:
+    """Other weights."""
+    return _broken(CheckpointError, message, lambda src: edit_weights(src, edit))
 
 
 def _file(name: str, content: bytes) -> Callable[[Path], Path]:
@@ -221,156 +248,88 @@ def _source(folder: Path) -> Path:
 UP, Q = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"
 REFUSALS = {
     "missing folder": Refusal(lambda folder: folder / "nowhere", FileNotFoundError, "nowhere does not exist"),
-    "no config.json": Refusal(
-        _broken(lambda src: (src / "config.json").unlink()), FileNotFoundError, r"src has no config\.json"
+    "no config.json": _broken(
+        FileNotFoundError, r"src has no config\.json", lambda src: (src / "config.json").unlink()
     ),
-    "no gguf suffix": Refusal(_file("model.bin", b"GGUF"), ValueError, r"model\.bin is neither a folder nor a \.gguf"),
-    "config no json": Refusal(
-        _broken(lambda src: (src / "config.json").write_text("{")), ValueError, r"src/config\.json is no JSON"
+    "config no json": _text("config.json", "{", r"src/config\.json is no JSON"),
+    "config no object": _text("config.json", "[]", r"src/config\.json must be .*got list"),
+    "config too deep": _text("config.json", "[" * 100_000, r"config\.json .*too deeply"),
+    "generation settings no json": _text("generation_config.json", "{", r"src/generation_config\.json is no JSON"),
+    "broken tokenizer": _text("tokenizer.json", "{", "double quotes"),
+    "adapter": _text("adapter_config.json", "{}", r"an adapter beside its model \(adapter_config\.json\).*merge_and_"),
+    "adapter behind a link to nothing": _broken(
+        ValueError, "an adapter beside", lambda src: (src / "adapter_config.json").symlink_to("nowhere")
     ),
-    "config no object": Refusal(
-        _broken(lambda src: (src / "config.json").write_text("[]")), ValueError, r"src/config\.json must be .*got list"
+    "a million layers": _config(
+        r"`num_hidden_layers` in .*src/config\.json must be a whole number from 1 to 10,000, got 1000000",
+        num_hidden_layers=10**6,
     ),
-    "config too deep": Refusal(
-        _broken(lambda src: (src / "config.json").write_text("[" * 100_000)), ValueError, r"config\.json .*too deeply"
+    "more layers than tensors": _config(
+        r"`num_hidden_layers` is 4,000, .* only 21\.", CheckpointError, num_hidden_layers=4000
     ),
-    "index too deep": Refusal(
-        _broken(_deep_index), CheckpointError, r"src/model\.safetensors\.index\.json is no index of shards"
+    "too many layers": _config(
+        r"(\s+missing: model\.layers\.2\.\S+ \[\d+(, 64|, 96)?\]){9}$", CheckpointError, num_hidden_layers=3
     ),
-    "generation settings no json": Refusal(
-        _broken(lambda src: (src / "generation_config.json").write_text("{")),
-        ValueError,
-        r"src/generation_config\.json is no JSON",
+    "too few layers": _config(
+        r"(\s+extra: model\.layers\.1\.\S+ \[\d+(, 64|, 96)?\]){9}$", CheckpointError, num_hidden_layers=1
     ),
-    "other weights named": Refusal(
-        _broken(_other_weights), ValueError, r"`transformers_weights` in .*src/config\.json .* got 'other\.safetensors'"
+    "labels without number": _config("`num_labels` in .* got 1000000000", num_labels=10**9),
+    "a size of exabytes": _config("`hidden_size` in .* got 4611686018427387904", hidden_size=2**62),
+    "a negative size": _config("`vocab_size` in .* got -1", vocab_size=-1),
+    "a size that is no number": _config("`head_dim` in .* got '16'", head_dim="16"),
+    "layer types that are no list": _config(r"src/config\.json is no configuration: TypeError", layer_types=7),
+    "other model": _config("`model_type`.*'llama'.*, got 'gemma'", model_type="gemma"),
+    "unknown model": _config("nonesuch", model_type="nonesuch"),
+    "code of its own": _config("trust_remote_code", model_type="mine", auto_map={"AutoConfig": "evil.Config"}),
+    "quantized": _config("quantized.*quantization_config", quantization_config={"quant_method": "bitsandbytes"}),
+    "partly rotated": _config(r"partial_rotary_factor.*got 0\.5", Exception, partial_rotary_factor=0.5),
+    "odd head_dim": _config("`head_dim`.*got 15|even", Exception, head_dim=15),
+    "other weights named": _broken(
+        ValueError, r"`transformers_weights` in .*src/config\.json .* got 'other\.safetensors'", _other_weights
     ),
-    "adapter": Refusal(
-        _broken(lambda src: (src / "adapter_config.json").write_text('{"base_model_name_or_path": "evil/model"}')),
-        ValueError,
-        r"src has an adapter beside its model \(adapter_config\.json\).*merge_and_unload",
+    "no weights": _broken(FileNotFoundError, "src has no weights", lambda src: (src / "model.safetensors").unlink()),
+    "index too deep": _broken(
+        CheckpointError, r"src/model\.safetensors\.index\.json is no index of shards", _deep_index
     ),
-    "adapter behind a link to nothing": Refusal(
-        _broken(lambda src: (src / "adapter_config.json").symlink_to("nowhere")), ValueError, "an adapter beside"
+    "cut safetensors": _broken(
+        CheckpointError, r"model\.safetensors: .*incomplete metadata", lambda src: _cut(src / "model.safetensors")
+    ),
+    "empty safetensors": _broken(
+        CheckpointError,
+        r"model\.safetensors: .*header too small",
+        lambda src: (src / "model.safetensors").write_bytes(b""),
+    ),
+    "missing tensor": _tensors(rf"missing: {UP} \[96, 64\]$", lambda weights: weights.pop(UP)),
+    "extra tensor": _tensors(r"extra: more \[2\]$", lambda weights: weights.update(more=torch.zeros(2))),
+    "misshapen tensor": _tensors(
+        rf"misshapen: {UP} \[2\], must be \[96, 64\]$", lambda weights: weights.update({UP: torch.zeros(2)})
+    ),
+    "several faults": _tensors(
+        rf"missing: {Q} \[64, 64\]\s+extra: x \[64, 64\]\s+misshapen: {UP} \[2\], must be \[96, 64\]$",
+        lambda weights: weights.update({UP: torch.zeros(2), "x": weights.pop(Q)}),
+    ),
+    "integers": _tensors(
+        rf"model\.safetensors: .*{UP} is I32", lambda weights: weights.update({UP: torch.zeros(96, 64).int()})
     ),
     "adapter beside a gguf file": Refusal(_gguf_with_adapter, ValueError, r"has an adapter .*adapter_config\.json"),
-    "a million layers": Refusal(
-        _broken(lambda src: edit_config(src, num_hidden_layers=10**6)),
-        ValueError,
-        r"`num_hidden_layers` in .*src/config\.json must be a whole number from 1 to 10,000, got 1000000",
-    ),
-    "more layers than tensors": Refusal(
-        _broken(lambda src: edit_config(src, num_hidden_layers=4000)),
-        CheckpointError,
-        r"`num_hidden_layers` is 4,000, and the number of tensors only 21\.",
-    ),
-    "labels without number": Refusal(
-        _broken(lambda src: edit_config(src, num_labels=10**9)), ValueError, "`num_labels` in .* got 1000000000"
-    ),
-    "a size of exabytes": Refusal(
-        _broken(lambda src: edit_config(src, hidden_size=2**62)),
-        ValueError,
-        "`hidden_size` in .* got 4611686018427387904",
-    ),
-    "a negative size": Refusal(
-        _broken(lambda src: edit_config(src, vocab_size=-1)), ValueError, "`vocab_size` in .* got -1"
-    ),
-    "a size that is no number": Refusal(
-        _broken(lambda src: edit_config(src, head_dim="16")), ValueError, "`head_dim` in .* got '16'"
-    ),
-    "layer types that are no list": Refusal(
-        _broken(lambda src: edit_config(src, layer_types=7)),
-        ValueError,
-        r"src/config\.json is no configuration: TypeError",
-    ),
     "a gguf file of a million layers": Refusal(
         lambda folder: gguf_file(folder / "x.gguf", 10**6), ValueError, r"`num_hidden_layers` in .*x\.gguf must be"
     ),
     "a gguf file with more layers than tensors": Refusal(
         lambda folder: gguf_file(folder / "x.gguf", 4000), CheckpointError, r"`num_hidden_layers` is 4,000, .* only 1\."
     ),
-    "a pipe": Refusal(_pipe, ValueError, r"pipe\.gguf is neither a folder nor a \.gguf file"),
-    "a loop of links": Refusal(_loop, FileNotFoundError, "loop is a link to loop, which does not exist"),
-    "other model": Refusal(
-        _broken(lambda src: edit_config(src, model_type="gemma")), ValueError, "`model_type`.*'llama'.*, got 'gemma'"
-    ),
-    "unknown model": Refusal(_broken(lambda src: edit_config(src, model_type="nonesuch")), ValueError, "nonesuch"),
-    "code of its own": Refusal(
-        _broken(lambda src: edit_config(src, model_type="mine", auto_map={"AutoConfig": "evil.Config"})),
-        ValueError,
-        "trust_remote_code",
-    ),
-    "quantized": Refusal(
-        _broken(lambda src: edit_config(src, quantization_config={"quant_method": "bitsandbytes"})),
-        ValueError,
-        "quantized.*quantization_config",
-    ),
-    "partly rotated": Refusal(
-        _broken(lambda src: edit_config(src, partial_rotary_factor=0.5)), Exception, r"partial_rotary_factor.*got 0\.5"
-    ),
-    "odd head_dim": Refusal(_broken(lambda src: edit_config(src, head_dim=15)), Exception, "`head_dim`.*got 15|even"),
-    "no weights": Refusal(
-        _broken(lambda src: (src / "model.safetensors").unlink()), FileNotFoundError, "src has no weights"
-    ),
-    "cut safetensors": Refusal(
-        _broken(lambda src: _cut(src / "model.safetensors")),
-        CheckpointError,
-        r"model\.safetensors: .*incomplete metadata",
-    ),
-    "empty safetensors": Refusal(
-        _broken(lambda src: (src / "model.safetensors").write_bytes(b"")),
-        CheckpointError,
-        r"model\.safetensors: .*header too small",
-    ),
-    "missing tensor": Refusal(
-        _broken(lambda src: edit_weights(src, lambda weights: weights.pop(UP))),
-        CheckpointError,
-        rf"missing: {UP} \[96, 64\]$",
-    ),
-    "extra tensor": Refusal(
-        _broken(lambda src: edit_weights(src, lambda weights: weights.update(more=torch.zeros(2)))),
-        CheckpointError,
-        r"extra: more \[2\]$",
-    ),
-    "misshapen tensor": Refusal(
-        _broken(lambda src: edit_weights(src, lambda weights: weights.update({UP: torch.zeros(2)}))),
-        CheckpointError,
-        rf"misshapen: {UP} \[2\], must be \[96, 64\]$",
-    ),
-    "several faults": Refusal(
-        _broken(
-            lambda src: edit_weights(src, lambda weights: weights.update({UP: torch.zeros(2), "x": weights.pop(Q)}))
-        ),
-        CheckpointError,
-        rf"missing: {Q} \[64, 64\]\s+extra: x \[64, 64\]\s+misshapen: {UP} \[2\], must be \[96, 64\]$",
-    ),
-    "integers": Refusal(
-        _broken(lambda src: edit_weights(src, lambda weights: weights.update({UP: torch.zeros(96, 64).int()}))),
-        CheckpointError,
-        rf"model\.safetensors: .*{UP} is I32",
-    ),
-    "too many layers": Refusal(
-        _broken(lambda src: edit_config(src, num_hidden_layers=3)),
-        CheckpointError,
-        r"(\s+missing: model\.layers\.2\.\S+ \[\d+(, 64|, 96)?\]){9}$",
-    ),
-    "too few layers": Refusal(
-        _broken(lambda src: edit_config(src, num_hidden_layers=1)),
-        CheckpointError,
-        r"(\s+extra: model\.layers\.1\.\S+ \[\d+(, 64|, 96)?\]){9}$",
-    ),
-    "broken tokenizer": Refusal(
-        _broken(lambda src: (src / "tokenizer.json").write_text("{")), ValueError, "double quotes"
-    ),
-    "garbage gguf": Refusal(_file("x.gguf", b"garbage" * 99), ValueError, "GGUF magic"),
-    "empty gguf": Refusal(_file("x.gguf", b""), ValueError, "empty file"),
-    "cut gguf header": Refusal(_file("x.gguf", b"GGUF\3\0\0\0\1\0\0\0\0\0\0\0"), Exception, "buffer|unpack"),
-    "cut gguf tensor": Refusal(_cut_gguf, ValueError, "cannot reshape"),
     "gguf without tensors": Refusal(
         lambda folder: gguf_file(folder / "x.gguf"),
         CheckpointError,
         r"x\.gguf and its configuration do not match:(\s+missing_keys: \S+){10}$",
     ),
+    "no gguf suffix": Refusal(_file("model.bin", b"GGUF"), ValueError, r"model\.bin is neither a folder nor a \.gguf"),
+    "garbage gguf": Refusal(_file("x.gguf", b"garbage" * 99), ValueError, "GGUF magic"),
+    "empty gguf": Refusal(_file("x.gguf", b""), ValueError, "empty file"),
+    "cut gguf header": Refusal(_file("x.gguf", b"GGUF\3\0\0\0\1\0\0\0\0\0\0\0"), Exception, "buffer|unpack"),
+    "cut gguf tensor": Refusal(_cut_gguf, ValueError, "cannot reshape"),
+    "a pipe": Refusal(_pipe, ValueError, r"pipe\.gguf is neither a folder nor a \.gguf file"),
+    "a loop of links": Refusal(_loop, FileNotFoundError, "loop is a link to loop, which does not exist"),
     "occupied dest": Refusal(
         _occupied, FileExistsError, r"dest exists and is not empty\. .*--overwrite", even_to_overwrite=False
     ),
