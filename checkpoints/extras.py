@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What not everybody installs: the package's extras."""
+"""Imports of optional dependencies."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """Imports of packages that come with an extra.
+    """Names the extra that installs what an import in this block misses.
 
     Args:
         extra: its name in `pip install '.[NAME]'`, in a clone of this package.
 
     Raises:
-        ModuleNotFoundError: one is missing; says how to install it.
+        ModuleNotFoundError: a package is missing; the message says how to install it.
     """
     try:
         yield

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Files and folders, here and on the Hub."""
+"""Names of a model's files; finding, replacing and locking files and folders."""
 
 import glob
 import os
@@ -43,16 +43,19 @@ TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model",
 
 
 def locate(src: str | os.PathLike[str], revision: str | None, patterns: Iterable[str]) -> Path:
-    """The absolute path of a file or folder, which need not exist, or of a repository's files, downloaded if need be.
+    """Resolves a path, which need not exist, or downloads a repository of the Hub unless it is cached.
 
     Args:
         src: path, or repository `owner/name` of the Hub; what exists is a path.
         revision: branch, tag or commit of the repository.
-        patterns: which of its files are wanted.
+        patterns: names of the files to download.
+
+    Returns:
+        An absolute path.
 
     Raises:
-        FileNotFoundError: there is neither, or a link that leads nowhere.
-        ValueError: a revision of something that is no repository.
+        FileNotFoundError: the repository cannot be downloaded, or the path is a broken link.
+        ValueError: a revision is given for something that is not a repository.
     """
     name, path = os.fspath(src), Path(os.path.abspath(src))
     if path.is_symlink() and not path.exists():
@@ -84,7 +87,7 @@ def leads_out(file: Path, folder: Path) -> bool:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Writes a file that is complete or as it was, and keeps its mode. A new one's folder is made."""
+    """Writes a file atomically. Keeps the mode of an existing file; creates missing folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # by processes that were killed
         pid = re.fullmatch(r"\d{1,9}", left.name.split(".")[-2])
@@ -103,16 +106,16 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def locked(folder: Path, instead: str) -> Iterator[None]:
-    """Keeps other runs out of a folder, which is made if need be, and removed again if nothing is written into it.
+    """Locks a folder for this run. Creates the folder, and removes it again if it is still empty at the end.
 
-    The system ends the lock with its process, however that ends: what a dead run leaves locks nothing.
+    The operating system releases the lock when its process ends, also when it is killed.
 
     Args:
         folder: where a run writes.
-        instead: what its user can do, such as "name another folder with --output".
+        instead: what the user can do, for the error, such as "name another folder with --output".
 
     Raises:
-        ValueError: another run that is alive has it.
+        ValueError: another living process has locked it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock", timeout=0)

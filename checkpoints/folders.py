@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Output folders that appear complete or not at all."""
+"""Replaces output folders atomically."""
 
 import glob
 import logging
@@ -30,18 +30,18 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def new_folder(dest: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary folder beside `dest` that becomes `dest` when the block ends without an exception.
+    """Gives a temporary folder beside `dest`, which becomes `dest` when the block ends without an exception.
 
-    If the block fails, is interrupted, or `dest` cannot be replaced, the temporary folder is removed and what stood at
-    `dest` before stands there still. A link to a folder stays, and the folder is replaced. First, what processes that
-    were killed have left is removed, and what one of them had moved away from `dest` is put back.
+    If the block fails, is interrupted, or `dest` cannot be replaced, the temporary folder is removed and `dest` is
+    unchanged. If `dest` is a link to a folder, that folder is replaced. Before, the leftovers of killed processes are
+    removed, and a folder that one of them had moved away from `dest` is restored.
 
     Args:
-        dest: the folder to make; its parents are made too.
-        overwrite: whether a `dest` that exists and is not empty is replaced; only a folder with a config.json is.
+        dest: the folder to create, with its parents.
+        overwrite: whether to replace an existing folder that is not empty; it must have a config.json.
 
     Raises:
-        FileExistsError: `dest` is no folder, or one that is not empty and may not be replaced.
+        FileExistsError: `dest` is not a folder, or is not empty and may not be replaced.
     """
     check_free(dest, overwrite)
     dest = Path(os.path.realpath(dest))
@@ -67,10 +67,10 @@ def new_folder(dest: Path, overwrite: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def work_folder(dest: Path) -> Iterator[Path]:
-    """A hidden folder beside `dest`, removed at the end. A lock in it says that a living process owns it."""
+    """Creates a hidden folder beside `dest`, with a lock while this process lives, and removes it at the end."""
     work = Path(tempfile.mkdtemp(prefix=work_prefix(dest), dir=dest.parent))
     lock = FileLock(work / LOCK)
-    with suppress(OSError, NotImplementedError):  # a file system without locks: nobody else will get this one either
+    with suppress(OSError, NotImplementedError):  # on file systems without locks nobody can remove leftovers
         lock.acquire()
     try:
         yield work
@@ -81,12 +81,12 @@ def work_folder(dest: Path) -> Iterator[Path]:
 
 
 def work_prefix(dest: Path) -> str:
-    """How names of hidden folders for `dest` begin; they end in 8 characters of `tempfile`'s."""
+    """The prefix of hidden folders for `dest`; `tempfile` appends 8 characters."""
     return f".{dest.name[:40]}.{zlib.crc32(os.fsencode(dest.name)):08x}."  # long names may begin alike
 
 
 def remove(work: Path) -> None:
-    """Removes a hidden folder, its lock last: a process that is killed meanwhile leaves one that can be told."""
+    """Removes a hidden folder and last its lock, so that a killed process leaves a folder that is recognised."""
     for path in work.glob("*"):
         if path.name != LOCK:
             shutil.rmtree(path, ignore_errors=True)
@@ -94,9 +94,9 @@ def remove(work: Path) -> None:
 
 
 def remove_leftovers(dest: Path) -> None:
-    """Removes the hidden folders that killed processes have left, see `new_folder`.
+    """Removes hidden folders of killed processes, see `new_folder`.
 
-    A process that was killed between the two renames has left what was at `dest` in `old`, and its own in `new`.
+    If a process was killed between the two renames, `old` has the former `dest` and `new` the result.
     """
     for work in dest.parent.glob(f"{glob.escape(work_prefix(dest))}{'[a-z0-9_]' * 8}"):
         old, new = work / "old", work / "new"
@@ -105,31 +105,31 @@ def remove_leftovers(dest: Path) -> None:
         with suppress(Timeout, OSError, NotImplementedError), FileLock(work / LOCK, blocking=False):
             if old.exists() and new.exists() and not dest.exists():
                 old.rename(dest)
-                logger.warning("%s is put back: a process was killed while it replaced it.", dest)
+                logger.warning("%s is restored: a process was killed while it replaced the folder.", dest)
             remove(work)
 
 
 def other_files(folder: Path) -> list[str]:
-    """The files of a folder that are not those of a model."""
+    """The files of a folder that do not belong to a model."""
     known = {path for pattern in MODEL_FILES for path in folder.glob(pattern)}
     files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return sorted(path.relative_to(folder).as_posix() for path in files if path not in known)
 
 
 def listed(names: Sequence[str], most: int = 20) -> str:
-    """Names with commas between them, and how many more there are."""
+    """Joins at most `most` names, and counts the others."""
     return ", ".join(names[:most]) + f" and {len(names) - most:,} more" * (len(names) > most)
 
 
 def check_apart(src: Path, dest: Path) -> None:
-    """Raises `FileExistsError` if one of two places is the other or lies in it."""
+    """Raises `FileExistsError` if two paths are equal or one contains the other."""
     real_src, real_dest = (Path(os.path.realpath(path)) for path in (src, dest))  # links may hide it
     if real_dest == real_src or real_dest in real_src.parents or real_src in real_dest.parents:
         raise FileExistsError(f"{dest} and {src} overlap. Name a folder outside of the source.")
 
 
 def check_free(dest: Path, overwrite: bool) -> None:
-    """Raises `FileExistsError` unless `dest` may be made, or is a model folder that may be replaced."""
+    """Raises `FileExistsError` unless `dest` can be created, or is a model folder that may be replaced."""
     existing = next(path for path in (dest, *dest.parents) if path.exists() or path.is_symlink())
     if not existing.is_dir():
         raise FileExistsError(f"{existing} is not a folder. Name another place for {dest.name}.")

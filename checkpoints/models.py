@@ -18,6 +18,7 @@ from transformers.utils.import_utils import is_accelerate_available, is_gguf_ava
 
 from diffllama.checkpoints.errors import CheckpointError, VerificationError, lines
 from diffllama.checkpoints.files import AUXILIARY_FILES, NAMES, TOKENIZER_FILES, leads_out
+from diffllama.checkpoints.gguf_files import complete_gguf_config, gguf_number, gguf_text
 from diffllama.checkpoints.json_files import read_json, write_json
 from diffllama.checkpoints.reading import Checkpoint, TensorsInMemory, open_checkpoint
 from diffllama.checkpoints.versions import is_code_licence
@@ -102,51 +103,6 @@ def has_chat_template(folder: Path) -> bool:
     return any((folder / name).exists() for name in files) or bool(
         settings.is_file() and read_json(settings).get("chat_template")
     )
-
-
-def gguf_text(reader: "GGUFReader", key: str) -> str | None:
-    """A text in the metadata of a GGUF file."""
-    field = reader.fields.get(key)
-    return bytes(field.parts[field.data[0]]).decode() if field else None
-
-
-def gguf_number(reader: "GGUFReader", key: str) -> int | None:
-    """A whole number of the model in the metadata of a GGUF file."""
-    field = reader.fields.get(f"{gguf_text(reader, 'general.architecture')}.{key}")
-    return int(field.parts[field.data[0]][0]) if field else None
-
-
-def complete_gguf_config(config: PreTrainedConfig, reader: "GGUFReader", src: Path) -> None:
-    """Adds to the configuration that transformers reads from a GGUF file what it leaves out.
-
-    Raises:
-        CheckpointError: it would leave out more, which cannot be added. All of it is listed.
-    """
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
-    check_layers(config.num_hidden_layers, len(reader.tensors))
-    arch = gguf_text(reader, "general.architecture")
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if (key_width := gguf_number(reader, "attention.key_length") or width) != width:
-        config.head_dim = width = key_width
-
-    faults = []
-    if window := gguf_number(reader, "attention.sliding_window"):  # 0: none
-        if config.model_type == "phi3":
-            config.sliding_window = window
-        else:
-            faults.append(f"{arch}.attention.sliding_window {window}")
-    if (scaling := gguf_text(reader, f"{arch}.rope.scaling.type")) not in (None, "none"):
-        faults.append(f"{arch}.rope.scaling.type {scaling!r}")
-    if (rotated := gguf_number(reader, "rope.dimension_count") or width) != width:
-        faults.append(f"{arch}.rope.dimension_count {rotated} of {width}")
-    archs = {name: member for member, name in MODEL_ARCH_NAMES.items()}
-    names = get_tensor_name_map(archs[arch], config.num_hidden_layers)
-    known = {names.get_name(name, (".weight", ".bias")) for name in meta_model(config).state_dict()}
-    faults += [f"tensor {tensor.name}" for tensor in reader.tensors if tensor.name not in known]
-    if faults:
-        what = f"transformers does not read these parts of {src}; convert the original weights instead"
-        raise CheckpointError(lines(what, faults))
 
 
 def check_sizes(fields: Mapping[str, Any], file: Path) -> None:
@@ -236,7 +192,8 @@ class TransformersSource:
         if getattr(config, "quantization_config", None) is not None:
             raise ValueError("The source is quantized (`quantization_config`): convert the original weights instead.")
         if self.src.is_file():
-            complete_gguf_config(config, self.gguf_reader, self.src)
+            check_layers(config.num_hidden_layers, len(self.gguf_reader.tensors))
+            complete_gguf_config(config, self.gguf_reader, self.src, meta_model(config).state_dict())
         return config
 
     @cached_property

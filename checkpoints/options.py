@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What options for models can be, here so that the command line need not import torch to know."""
+"""Options that several commands share, without importing torch, for the command line."""
 
 import re
 from typing import Literal, get_args
@@ -12,7 +12,7 @@ VARIANTS, DTYPES = map(get_args, (Variant, DType))
 
 
 def shard_size(max_shard_size: int | str) -> int | str:
-    """A number of bytes, or a text like "5GB". Raises `ValueError` if it is neither."""
+    """Validates a number of bytes or a text like "5GB". Raises `ValueError` if it is neither."""
     size = re.fullmatch(r"(\d+)([KMGT]B)?", str(max_shard_size))
     if size is None or int(size[1]) == 0:
         raise ValueError(f"`max_shard_size` must be a number of bytes or a text like '5GB', got {max_shard_size!r}.")

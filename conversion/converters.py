@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which conversions there are."""
+"""The conversions that exist, by the arguments of `convert`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,12 +27,10 @@ class Converter:
     Attributes:
         source: opens what is converted.
         result: what it becomes.
-        convert_config: the result's configuration from the source's; refuses what cannot be converted.
-        weight_map: the weight map, chosen by our configuration.
-        bit_equal: whether outputs are promised to be equal bit for bit in the result's dtype, and not only up to
-            `verification.TOLERANCE` in float32.
-        exact: whether anything is promised at all.
-        new_weights: tensors that no tensor of the source becomes.
+        convert_config: translates the source's configuration; refuses what cannot be converted.
+        weight_map: selects the weight map by our configuration.
+        bit_equal, exact: see `verification.tolerance_for`.
+        new_weights: makes tensors that the source lacks.
     """
 
     source: Callable[[Path], ComparableSource | UnilmSource]
@@ -45,7 +43,7 @@ class Converter:
 
 
 def find_converter(source: str | None, target: str | None, variant: str | None, gqa_layout: str | None) -> Converter:
-    """The conversion that arguments of `convert` name. Raises `ValueError` if there is none."""
+    """Finds a conversion by arguments of `convert`. Raises `ValueError` if there is none."""
     check_conversion(source, target, variant, gqa_layout)
     if source == "llama":
         chosen = variant or "v2"

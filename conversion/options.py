@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which conversions can be named, here so that the command line need not import torch to know."""
+"""The arguments of `convert`, without importing torch, for the command line."""
 
 from typing import Literal, get_args
 
@@ -19,7 +19,7 @@ SOURCES, TARGETS, GQA_LAYOUTS = map(get_args, (Source, Target, GqaLayout))
 
 
 def check_conversion(source: str | None, target: str | None, variant: str | None, gqa_layout: str | None) -> None:
-    """Raises `ValueError` if there is no conversion that these arguments of `convert` name."""
+    """Raises `ValueError` if these arguments of `convert` name no conversion."""
     if (source is None) == (target is None):
         raise ValueError(f"Give `source` (one of {', '.join(SOURCES)}) or `target` (one of {', '.join(TARGETS)}).")
     if source is not None and source not in SOURCES:

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a conversion computes what its source computes."""
+"""Compares what a conversion computes with what its source computes."""
 
 import math
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 
 TOLERANCE = 1e-5
-"""Largest difference of outputs in float32, as a share of the largest output, of conversions that are not bit-equal."""
+"""Tolerance in float32, as a fraction of the largest output, of exact conversions that are not bit-equal."""
 
 Outputs = Callable[[bool], torch.Tensor]
-"""What one side computes for the inputs of `token_ids`: in one piece, or (True) token by token from a cache."""
+"""Computes a model's outputs for `token_ids`: in one pass, or (True) token by token with a cache."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,15 @@ class Verification:
 
     Attributes:
         compared: what is compared, such as "logits".
-        dtype: in which dtype both were computed.
-        sequences, length: how many inputs, and of how many tokens; each with and without a cache.
+        dtype: the dtype that both were computed in.
+        sequences, length: the number of inputs, and of tokens in each; each is run with and without a cache.
         max_difference, mean_difference: absolute, over all outputs.
-        largest_output: the largest absolute output of the source, to judge the differences by.
+        largest_output: the largest absolute output of the source.
         bit_equal: whether all outputs are equal, bit for bit.
-        same_top_token: the share of tokens for which the largest output is at the same place.
-        tolerance: the largest difference that is promised, as a share of `largest_output`; `None` promises nothing.
-        attn_implementation: the attention function under which they were computed, "sdpa" or "eager".
-        sdpa_difference: `max_difference` under "sdpa", if that is more than is promised and only "eager" keeps it.
+        same_top_token: the fraction of tokens with the same largest output.
+        tolerance: the largest allowed difference, as a fraction of `largest_output`; `None` allows any.
+        attn_implementation: the attention implementation of both, "sdpa" or "eager".
+        sdpa_difference: `max_difference` under "sdpa", if only "eager" is within the tolerance.
     """
 
     compared: str
@@ -51,7 +51,7 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether the promise is kept. If there is none, whether outputs are numbers at all."""
+        """Whether the difference is within the tolerance; without one, whether it is finite."""
         if self.tolerance is None:
             return math.isfinite(self.max_difference)
         return self.bit_equal or self.max_difference <= self.tolerance * self.largest_output  # False for NaN
@@ -62,7 +62,7 @@ class Verification:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> "Verification":
-        """What `as_dict` was made from."""
+        """Reads what `as_dict` returned."""
         return cls(**{field.name: record[field.name] for field in fields(cls)})
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class Verification:
 
 
 def token_ids(vocab_size: int, max_length: int) -> torch.Tensor:
-    """The inputs: three sequences of up to 32 random tokens, always the same ones."""
+    """Three sequences of up to 32 random tokens, always the same: [3, n]."""
     return torch.randint(vocab_size, (3, min(32, max_length)), generator=torch.Generator().manual_seed(0))
 
 
@@ -120,7 +120,7 @@ def compare(
     compared: str = "logits",
     implementation: str = "sdpa",
 ) -> Verification:
-    """Compares two sides, of which one at a time is loaded, with the attention function that is named."""
+    """Compares two models, of which one at a time is in memory, with an attention implementation."""
 
     def computed(load: Callable[[], Outputs]) -> list[torch.Tensor]:
         outputs = load()
@@ -136,7 +136,7 @@ def measure(
     compared: str,
     implementation: str = "sdpa",
 ) -> Verification:
-    """The comparison of outputs [sequences, n, width], each without and with a cache."""
+    """Compares outputs [sequences, n, width], each without and with a cache."""
     a, b = torch.cat(expected), torch.cat(got)
     difference = (a.double() - b.double()).abs()
     return Verification(
@@ -155,13 +155,13 @@ def measure(
 
 
 def tolerance_for(stored: torch.dtype, bit_equal: bool, exact: bool) -> tuple[torch.dtype, float | None]:
-    """In which dtype a conversion is verified, and with which tolerance.
+    """The dtype that a conversion is verified in, and the tolerance as a fraction of the largest output.
 
     Args:
         stored: the dtype of the result's weights.
-        bit_equal: whether equal bits are promised, which they are in float32 and bfloat16. (For float16 see `llama`; in
-            float64 stock models take norms and rotation through float32, and ours do not.)
-        exact: whether anything is.
+        bit_equal: whether float32 and bfloat16 outputs must have equal bits. (For float16 see `llama`; in float64 stock
+            models compute norms and rotation in float32, and ours do not.)
+        exact: whether the result computes the same function as its source.
     """
     rounding = TOLERANCE if stored.itemsize >= 4 else 4 * torch.finfo(stored).eps  # of weights that are computed
     if not exact:
@@ -172,5 +172,5 @@ def tolerance_for(stored: torch.dtype, bit_equal: bool, exact: bool) -> tuple[to
 
 
 def free_memory() -> int:
-    """Bytes of memory that are free."""
+    """Available memory in bytes."""
     return psutil.virtual_memory().available
