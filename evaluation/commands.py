@@ -59,17 +59,17 @@ def tables(report: Any) -> Iterator[Table]:
 def table(rows: list[Any], names: list[str]) -> Table:
     """Rows whose conditions have the same fields."""
     conditions = list(rows[0]["condition"])
-    metrics = list(dict.fromkeys(name for row in rows for one in row["models"] for name in one))
+    metrics = list(dict.fromkeys(name for row in rows for numbers in row["models"] for name in numbers))
     groups = list(names) if len(names) > 1 else [""]
     groups += ["difference"] * any("difference" in row for row in rows)
     headers = [f"{metric}\n{group}".strip() for metric in metrics for group in groups]
-    made = Table(*conditions, Column("samples", justify="right"), *(Column(name, justify="right") for name in headers))
+    grid = Table(*conditions, Column("samples", justify="right"), *(Column(name, justify="right") for name in headers))
     for row in rows:
-        numbers = [*row["models"], *([row["difference"]] if "difference" in row else [])]
-        values = [shown(one[metric]) if metric in one else "" for metric in metrics for one in numbers]
+        columns = [*row["models"], *([row["difference"]] if "difference" in row else [])]
+        values = [shown(numbers[metric]) if metric in numbers else "" for metric in metrics for numbers in columns]
         about = [rounded(value) if isinstance(value, float) else str(value) for value in row["condition"].values()]
-        made.add_row(*about, f"{row['samples']:,}", *values)
-    return made
+        grid.add_row(*about, f"{row['samples']:,}", *values)
+    return grid
 
 
 def short(names: list[str]) -> list[str]:
@@ -94,8 +94,8 @@ def command(name: str) -> Callable[..., None]:
                 raise typer.BadParameter(f"Name two models with --compare, not {names[0]} twice.")
         for option, value in options.items():
             if any(
-                isinstance(one, float) and not math.isfinite(one)
-                for one in (value if isinstance(value, list) else [value])
+                isinstance(number, float) and not math.isfinite(number)
+                for number in (value if isinstance(value, list) else [value])
             ):
                 raise typer.BadParameter(f"--{option.replace('_', '-')} must be a finite number.")
         with needs("eval"):  # from here on it takes seconds to import
@@ -140,9 +140,9 @@ def command(name: str) -> Callable[..., None]:
             err.print("These are the built-in sample's numbers, which say little: name real data with --data.")
         out = Console(highlight=False, markup=False)
         wide = out.options.update(max_width=1000)
-        for one in tables(report):
-            out.width = max(out.width, out.measure(one, options=wide).maximum)  # no cell loses its number
-            out.print(one)
+        for rows_table in tables(report):
+            out.width = max(out.width, out.measure(rows_table, options=wide).maximum)  # no cell loses its number
+            out.print(rows_table)
         err.print(f"Wrote {output}", markup=False)
 
     parameters: dict[str, tuple[Any, Any]] = {}
@@ -168,9 +168,9 @@ def command(name: str) -> Callable[..., None]:
         Path("probes") / name,
     )
     hints = get_type_hints(kind, include_extras=True)
-    for one in dataclasses.fields(kind):
-        default = one.default_factory() if one.default_factory is not dataclasses.MISSING else one.default
-        parameters[one.name] = (hints[one.name], default)
+    for setting in dataclasses.fields(kind):
+        default = setting.default_factory() if setting.default_factory is not dataclasses.MISSING else setting.default
+        parameters[setting.name] = (hints[setting.name], default)
     measure.__signature__ = inspect.Signature(  # type: ignore[attr-defined] # functions may have one; typer reads it
         [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)

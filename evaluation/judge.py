@@ -112,9 +112,9 @@ def fleiss_kappa(texts: Sequence[Sequence[Verdict]]) -> float | None:
 
     `None` if all verdicts are the same, or there are none: chance alone makes judges agree then.
     """
-    everything = Counter(one for verdicts in texts for one in verdicts)
-    chance = sum((count / everything.total()) ** 2 for count in everything.values())
-    if len(everything) < 2:
+    counts = Counter(vote for verdicts in texts for vote in verdicts)
+    chance = sum((count / counts.total()) ** 2 for count in counts.values())
+    if len(counts) < 2:
         return None
     observed = sum(agreement(verdicts) for verdicts in texts) / len(texts)
     return (observed - chance) / (1 - chance)

@@ -160,7 +160,7 @@ def completions(
     pad = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
     for indices in batches([len(prompt) for prompt in prompts], batch_tokens):
         ids = torch.tensor([prompts[index] for index in indices], device=loaded.model.device)
-        made = loaded.model.generate(
+        generated = loaded.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
@@ -171,6 +171,6 @@ def completions(
             pad_token_id=pad,
             stopping_criteria=[Stop(stop, tokenizer, ids.shape[1])] if stop else None,
         )
-        for index, row in zip(indices, made[:, ids.shape[1] :], strict=True):
+        for index, row in zip(indices, generated[:, ids.shape[1] :], strict=True):
             text = tokenizer.decode(row, skip_special_tokens=True)
-            yield index, text[: min((at for one in stop if (at := text.find(one)) >= 0), default=None)]
+            yield index, text[: min((at for string in stop if (at := text.find(string)) >= 0), default=None)]

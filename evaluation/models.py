@@ -41,11 +41,11 @@ def device(name: str | None) -> torch.device:
         ValueError: torch has no such device here.
     """
     try:
-        found = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.zeros(1, device=found).item()
+        place = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.zeros(1, device=place).item()
     except (RuntimeError, AssertionError) as error:  # NotImplementedError, of the device `meta`, is one of the former
         raise ValueError(f"--device: there is no {name} here that computes. Name another, such as cpu.") from error
-    return found
+    return place
 
 
 @dataclass(frozen=True, kw_only=True)

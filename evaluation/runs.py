@@ -83,8 +83,8 @@ class Outcome:
         """Of a line that `line` made."""
         entry = json.loads(line)
         measurements = [
-            Measurement(one["condition"], {name: float(value) for name, value in one["values"].items()}, one["weight"])
-            for one in entry["measurements"]
+            Measurement(item["condition"], {name: float(x) for name, x in item["values"].items()}, item["weight"])
+            for item in entry["measurements"]
         ]
         return cls(entry["sample"], measurements, entry["detail"])
 
@@ -101,8 +101,8 @@ def dumps(value: Any, indent: int | None = None) -> str:
         if isinstance(value, float) and not math.isfinite(value):
             return str(value)
         if isinstance(value, dict):
-            return {name: plain(one) for name, one in value.items()}
-        return [plain(one) for one in value] if isinstance(value, list | tuple) else value
+            return {name: plain(item) for name, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
     return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
@@ -252,10 +252,10 @@ def average(measured: Sequence[Mapping[str, Outcome]], *, seed: int, intervals: 
             for index in np.ndindex(interval.low.shape):
                 numbers[index[0]][index[1]] |= {"low": float(interval.low[index]), "high": float(interval.high[index])}
         by_metric = dict(zip(metrics, numbers, strict=True))
-        models = [{metric: one[index] for metric, one in by_metric.items()} for index in range(len(by_model))]
+        models = [{metric: column[index] for metric, column in by_metric.items()} for index in range(len(by_model))]
         row: Row = {"condition": condition, "samples": len(shared), "models": models}
         if len(models) == 2:
-            row["difference"] = {metric: one[2] for metric, one in by_metric.items()}
+            row["difference"] = {metric: column[2] for metric, column in by_metric.items()}
         rows.append(row)
     return rows
 
@@ -272,19 +272,19 @@ def averages_over(
     """
     results: list[dict[str, Outcome]] = []
     for outcomes in measured:
-        found: dict[str, tuple[Condition, list[dict[str, float]]]] = {}
+        by_unit: dict[str, tuple[Condition, list[dict[str, float]]]] = {}
         for sample, outcome in outcomes.items():
-            (one,) = outcome.measurements
-            condition = {field: value for field, value in one.condition.items() if field != name}
+            (measurement,) = outcome.measurements
+            condition = {field: value for field, value in measurement.condition.items() if field != name}
             key = f"{json.dumps(condition)} {unit(sample, outcome)}"
-            found.setdefault(key, (condition, []))[1].append(one.values)
+            by_unit.setdefault(key, (condition, []))[1].append(measurement.values)
         results.append(
             {
                 key: Outcome(
                     key,
-                    [Measurement(condition, {metric: fmean(one[metric] for one in values) for metric in values[0]})],
+                    [Measurement(condition, {metric: fmean(x[metric] for x in values) for metric in values[0]})],
                 )
-                for key, (condition, values) in found.items()
+                for key, (condition, values) in by_unit.items()
             }
         )
     return results
@@ -317,21 +317,21 @@ class SampleStore:
     def __init__(self, file: Path, header: dict[str, Any]) -> None:
         self.file = file
         self.outcomes: dict[str, Outcome] = {}
-        another = "Name another folder with --output, or remove this one."
+        advice = "Name another folder with --output, or remove this one."
         content = file.read_bytes() if file.exists() else b""
         complete = content[: content.rfind(b"\n") + 1]  # a whole line ends in a line feed
         try:
             lines = complete.decode().split("\n")[:-1]
-            theirs = json.loads(lines[0]) if lines else {}
+            recorded = json.loads(lines[0]) if lines else {}
             for text in lines[1:]:
                 outcome = Outcome.parse(text)
                 self.outcomes[outcome.sample] = outcome
         except (ValueError, TypeError, LookupError) as error:
-            raise ValueError(f"{file} has something else than samples: {error}. {another}") from error
-        ours = json.loads(dumps(header))
-        differs = [name for name in differences(theirs, ours) if not name.startswith(RECORDED)]
+            raise ValueError(f"{file} has something else than samples: {error}. {advice}") from error
+        expected = json.loads(dumps(header))
+        differs = [name for name in differences(recorded, expected) if not name.startswith(RECORDED)]
         if self.outcomes and differs:
-            raise ValueError(f"{file} has samples of a run that differs in {', '.join(differs)}. {another}")
+            raise ValueError(f"{file} has samples of a run that differs in {', '.join(differs)}. {advice}")
         if differs:
             replace_file(file, dumps(header) + "\n")
         elif complete != content:
@@ -344,12 +344,12 @@ class SampleStore:
         self.outcomes[outcome.sample] = Outcome.parse(outcome.line)
 
 
-def differences(one: Any, other: Any, name: str = "") -> list[str]:
+def differences(left: Any, right: Any, name: str = "") -> list[str]:
     """Where two values of JSON differ, such as ["settings.length"]."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        fields = sorted(one.keys() | other.keys())
-        return [at for field in fields for at in differences(one.get(field), other.get(field), f"{name}.{field}")]
-    return [] if one == other else [name.removeprefix(".") or "everything"]
+    if isinstance(left, dict) and isinstance(right, dict):
+        fields = sorted(left.keys() | right.keys())
+        return [at for field in fields for at in differences(left.get(field), right.get(field), f"{name}.{field}")]
+    return [] if left == right else [name.removeprefix(".") or "everything"]
 
 
 Progress = Callable[[str, int, int], None]
@@ -391,14 +391,14 @@ def run(
         if (output / name).is_dir():
             raise IsADirectoryError(f"{output / name} is a folder. Name another place with --output.")
     source = find(probe.dataset, data) if probe.takes_data else None
-    what = {
+    description = {
         "probe": probe.command,
         "paper": probe.paper,
         "settings": dataclasses.asdict(probe),
         "data": source.facts() if source else None,
     }
     with locked(output, "name another folder with --output"):
-        report = measured(probe, list(specs), output, source, what, progress, note)
+        report = measured(probe, list(specs), output, source, description, progress, note)
         replace_file(output / "results.json", dumps(report.json(), indent=1) + "\n")
         figure, image = Figure(), io.BytesIO()
         probe.draw(report, figure)

@@ -83,10 +83,10 @@ class Task:
 
 def example(text: str, label: str, where: str) -> Example:
     """An example whose white space is single spaces; a `ValueError` that says where a part of it is missing."""
-    made = Example(" ".join(text.split()), " ".join(label.replace("_", " ").split()))
-    if not made.text or not made.label:
-        raise ValueError(f"{where} has no {'class' if made.text else 'text'}.")
-    return made
+    cleaned = Example(" ".join(text.split()), " ".join(label.replace("_", " ").split()))
+    if not cleaned.text or not cleaned.label:
+        raise ValueError(f"{where} has no {'class' if cleaned.text else 'text'}.")
+    return cleaned
 
 
 def train_and_test(source: Source, train: Sequence[str], test: Sequence[str]) -> tuple[Path, Path]:
@@ -143,7 +143,7 @@ def read_clinc(source: Source) -> tuple[list[Example], list[Example]]:
         if not isinstance(rows, list):
             raise ValueError(f"{file} must be a JSON object with lists `train` and `test` of [text, intent].")
         for number, row in enumerate(rows, 1):
-            if not isinstance(row, list) or len(row) != 2 or not all(isinstance(one, str) for one in row):
+            if not isinstance(row, list) or len(row) != 2 or not all(isinstance(text, str) for text in row):
                 raise ValueError(f"{file}, row {number} of `{part}`: a row is [text, intent], not {json.dumps(row)}.")
             yield example(row[0], row[1], f"{file}, row {number} of `{part}`,")
 
@@ -167,11 +167,11 @@ def read_examples(task: ClassificationTask, source: Source) -> tuple[list[Exampl
         ValueError: a file is malformed, or a class of the test examples has no training example.
     """
     train, test = TASKS[task].read(source)
-    texts = {one.text for one in test}
-    train = [one for one in train if one.text not in texts]
+    texts = {example.text for example in test}
+    train = [example for example in train if example.text not in texts]
     if not test:
         raise ValueError(f"{source.path} has no test examples.")
-    if unknown := {one.label for one in test} - {one.label for one in train}:
+    if unknown := {example.label for example in test} - {example.label for example in train}:
         raise ValueError(f"{source.path} has test examples but no others of {', '.join(sorted(unknown))}.")
     return train, test
 

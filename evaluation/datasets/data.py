@@ -98,9 +98,9 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{file} must have rows with as many fields as its first, which names the columns.")
         return rows
     try:
-        rows = (
-            json.loads(text) if text.startswith("[") else [json.loads(one) for one in text.split("\n") if one.strip()]
-        )
+        lines = [text] if text.startswith("[") else [line for line in text.split("\n") if line.strip()]
+        rows = [json.loads(line) for line in lines]
+        rows = rows[0] if text.startswith("[") else rows
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON, nor JSON on each line: {error}") from error
     if not rows or not all(isinstance(row, dict) for row in rows):
@@ -111,10 +111,11 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 def field(row: dict[str, Any], name: str | Sequence[str], file: Path) -> Any:
     """`row[name]`, or that of the first of several names; a `ValueError` that names the file if there is none."""
     names = [name] if isinstance(name, str) else name
-    for one in names:
-        if one in row:
-            return row[one]
-    raise ValueError(f"{file} has a row without {' or '.join(f'`{one}`' for one in names)}: it has {', '.join(row)}.")
+    for key in names:
+        if key in row:
+            return row[key]
+    expected = " or ".join(f"`{key}`" for key in names)
+    raise ValueError(f"{file} has a row without {expected}: it has {', '.join(row)}.")
 
 
 def text_field(row: dict[str, Any], name: str | Sequence[str], file: Path) -> str:
@@ -132,10 +133,10 @@ def texts(source: Source) -> dict[str, str]:
     Raises:
         ValueError: there are none.
     """
-    found = dict(_texts(source.path))
-    if not found:
+    by_name = dict(_texts(source.path))
+    if not by_name:
         raise ValueError(f"{source.path} has no text: no .txt file, compressed or not, and no .jsonl with `text`.")
-    return found
+    return by_name
 
 
 def _texts(path: Path) -> Iterator[tuple[str, str]]:

@@ -44,10 +44,10 @@ class Prompt:
     needles: list[tuple[int, int]]
     context: tuple[int, int]
 
-    def found(self, completion: str) -> float:
-        """The share of the numbers that a completion has, written without commas."""
-        said = re.findall(r"\d+", completion)
-        return sum(number in said for number in self.numbers) / len(self.numbers)
+    def fraction_found(self, completion: str) -> float:
+        """The fraction of the requested numbers found in a completion, written without commas."""
+        numbers = re.findall(r"\d+", completion)
+        return sum(number in numbers for number in self.numbers) / len(self.numbers)
 
 
 class Haystack:

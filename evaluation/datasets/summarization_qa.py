@@ -41,20 +41,20 @@ def read(task: DocumentTask, source: Source) -> dict[str, Document]:
     """
     file = source.file(f"{task}.jsonl", "test.jsonl", "validation.jsonl", "dev.json")
     documents = _prompts(file) if file.suffix == ".txt" else _rows(file, task not in SUMMARIES)
-    found = {f"{file.name}:{number}": document for number, document in enumerate(documents)}
-    if not found:
+    by_name = {f"{file.name}:{number}": document for number, document in enumerate(documents)}
+    if not by_name:
         raise ValueError(f"{file} has no document with a question.")
-    return found
+    return by_name
 
 
 def _rows(file: Path, questions: bool) -> Iterator[Document]:
     for row in read_rows(file):
-        found = field(row, ("answer", "answers", "summary", "highlights"), file)
-        references = found if found and isinstance(found, list) else [found]
+        reference = field(row, ("answer", "answers", "summary", "highlights"), file)
+        references = reference if reference and isinstance(reference, list) else [reference]
         yield Document(
             _text(field(row, ("context", "document", "article"), file), file),
             text_field(row, ("question", "input"), file) if questions else "",
-            "; ".join(text_field({"the reference": one}, "the reference", file) for one in references),
+            "; ".join(text_field({"the reference": text}, "the reference", file) for text in references),
         )
 
 

@@ -94,10 +94,10 @@ def read(task: WordProblemTask, source: Source) -> dict[str, Problem]:
             files, problems = [source.file("ASDiv.xml")], _asdiv
         case "mawps":
             files, problems = sorted(source.path.glob("[!.]*.csv")) or [source.file("fold0.dev.csv")], _mawps
-    found = {f"{file.name}:{number}": one for file in files for number, one in enumerate(problems(file))}
-    if not found:
+    by_name = {f"{file.name}:{number}": problem for file in files for number, problem in enumerate(problems(file))}
+    if not by_name:
         raise ValueError(f"{source.path} has no problem.")
-    return found
+    return by_name
 
 
 def _rows(file: Path) -> Iterator[Problem]:
@@ -240,7 +240,7 @@ def correct(answer: str, right: str) -> bool:
 
     Numbers may differ by a ten thousandth of the right one, but by no more than 0.0001, as 5/6 and 0.8333 do.
     """
-    one, other = value(answer), value(right)
-    if isinstance(one, str) or isinstance(other, str):
-        return one == other
-    return abs(one - other) <= min(Fraction(1), abs(other)) / 10_000
+    meaning, right_meaning = value(answer), value(right)
+    if isinstance(meaning, str) or isinstance(right_meaning, str):
+        return meaning == right_meaning
+    return abs(meaning - right_meaning) <= min(Fraction(1), abs(right_meaning)) / 10_000

@@ -59,16 +59,16 @@ def last_rows(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, 
     Returns:
         The maps, signed in a differential model, and their absolute values, both [layers, n] in float64 on the CPU.
     """
-    found: dict[int, torch.Tensor] = {}
+    rows_by_layer: dict[int, torch.Tensor] = {}
 
     def look(call: AttentionCall) -> None:
         n = call.query.shape[2]
         rows = call.maps(slice(n - 1, n))[0, :, 0].cpu().double()  # [h, n]
-        found[call.layer] = torch.stack((rows.mean(0), rows.abs().mean(0)))
+        rows_by_layer[call.layer] = torch.stack((rows.mean(0), rows.abs().mean(0)))
 
     with torch.inference_mode(), watched(model, look):
         model(ids, use_cache=False, logits_to_keep=1)
-    signed, absolute = torch.stack([found[layer] for layer in sorted(found)], dim=1)
+    signed, absolute = torch.stack([rows_by_layer[layer] for layer in sorted(rows_by_layer)], dim=1)
     return signed, absolute
 
 

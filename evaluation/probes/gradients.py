@@ -31,7 +31,7 @@ def norms(model: PreTrainedModel) -> dict[str, list[float]]:
 
     A part is a projection, the head norm, or the four vectors of λ together.
     """
-    found = defaultdict(list)
+    by_part = defaultdict(list)
     for layer in model.model.layers:
         squares: dict[str, float] = defaultdict(float)
         for name, parameter in layer.named_parameters():
@@ -39,8 +39,8 @@ def norms(model: PreTrainedModel) -> dict[str, list[float]]:
             if module in ("self_attn", "mlp"):
                 squares["lambda vectors" if part in LAMBDA_VECTORS else part] += parameter.grad.norm().item() ** 2
         for part, square in squares.items():
-            found[part].append(square**0.5)
-    return dict(found)
+            by_part[part].append(square**0.5)
+    return dict(by_part)
 
 
 @dataclass(kw_only=True)
@@ -82,8 +82,8 @@ class Gradients(GradientsSettings, ModelPairProbe[torch.Tensor]):
                 "Name more with --data, or ask for fewer with --length."
             )
         text = torch.frombuffer(content, dtype=torch.uint8)
-        made = torch.Generator().manual_seed(self.seed)
-        starts = torch.randint(len(text) - self.length + 1, (self.steps + 1, self.batch, 1), generator=made)
+        generator = torch.Generator().manual_seed(self.seed)
+        starts = torch.randint(len(text) - self.length + 1, (self.steps + 1, self.batch, 1), generator=generator)
         batches = text[starts + torch.arange(self.length)]
         return {f"step {step}": batches[: step + 1] for step in self.measured_steps}
 
@@ -102,30 +102,30 @@ class Gradients(GradientsSettings, ModelPairProbe[torch.Tensor]):
         longest = max(samples.values(), key=len)
         for step, batch in enumerate(longest):
             ids = batch.long().to(self.place)
-            found, losses = {}, {}
+            by_model, losses = {}, {}
             for name, model in loaded.items():
                 loss = model(ids, labels=ids, use_cache=False).loss
                 loss.backward()
-                losses[name], found[name] = loss.item(), norms(model)
-                found[name][ALL] = [torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item()]
+                losses[name], by_model[name] = loss.item(), norms(model)
+                by_model[name][ALL] = [torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item()]
                 optimizers[name].step()
                 optimizers[name].zero_grad()
             if f"step {step}" in samples:
                 measurements = []
-                for part in dict.fromkeys([*found["transformer"], *found["diff"]]):
-                    values = {name: fmean(parts[part]) for name, parts in found.items() if part in parts}
+                for part in dict.fromkeys([*by_model["transformer"], *by_model["diff"]]):
+                    values = {name: fmean(parts[part]) for name, parts in by_model.items() if part in parts}
                     if len(values) == 2:
                         values["ratio"] = values["diff"] / values["transformer"]
                     measurements.append(Measurement({"step": step, "gradient of": part}, values))
-                yield Outcome(f"step {step}", measurements, {"loss": losses, "norms": found})
+                yield Outcome(f"step {step}", measurements, {"loss": losses, "norms": by_model})
 
     def draw(self, report: Report, figure: Any) -> None:
         """A panel for each step, with both models' norms of each part on a logarithmic axis."""
         steps, labels = self.measured_steps, {"transformer": "Transformer", "diff": f"DIFF {self.variant.upper()}"}
-        made = panels(figure, len(steps), rows=-(-len(steps) // 2))
-        for axes in made[1:]:
-            axes.sharey(made[0])
-        for axes, step in zip(made, steps, strict=True):
+        grid = panels(figure, len(steps), rows=-(-len(steps) // 2))
+        for axes in grid[1:]:
+            axes.sharey(grid[0])
+        for axes, step in zip(grid, steps, strict=True):
             rows = report.select(step=step)
             for index, (model, label) in enumerate(labels.items()):
                 values = [row["models"][0].get(model, {"mean": math.nan})["mean"] for row in rows]

@@ -79,9 +79,9 @@ class Hallucination(HallucinationSettings, Probe[Document]):
 
     def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, Document]:
         """The documents that are drawn, cut to `length`."""
-        found = read(self.task, source)
-        drawn = random.Random(f"{self.seed}:{self.task}").sample(list(found), min(self.documents, len(found)))
-        return {name: self.cut(found[name], loaded) for name in drawn}
+        documents = read(self.task, source)
+        drawn = random.Random(f"{self.seed}:{self.task}").sample(list(documents), min(self.documents, len(documents)))
+        return {name: self.cut(documents[name], loaded) for name in drawn}
 
     def cut(self, document: Document, loaded: LoadedModel) -> Document:
         """Its beginning."""

@@ -59,28 +59,28 @@ class InContext(InContextSettings, Probe[Trial]):
         """
         train, test = read_examples(self.task, source)
         words = TASKS[self.task]
-        labels = sorted({one.label for one in train})
+        labels = sorted({example.label for example in train})
         options = option_ids(loaded, f"{words.label}:", {label: f" {label}{SEPARATOR}" for label in labels})
 
-        def question(one: Example) -> list[int]:
-            return loaded.encode(f"{words.text}: {one.text}\n{words.label}:")
+        def question(example: Example) -> list[int]:
+            return loaded.encode(f"{words.text}: {example.text}\n{words.label}:")
 
         picked = random.Random(f"{self.seed}:questions").sample(range(len(test)), min(self.questions, len(test)))
         asked = {index: question(test[index]) for index in sorted(picked)}
         room = self.length - len(loaded.prefix) - max(map(len, asked.values())) - max(map(len, options.values()))
         ids: dict[Example, list[int]] = {}
         demonstrations = []
-        for one in self.choose(train):
-            ids[one] = question(one) + options[one.label]
-            room -= len(ids[one])
+        for example in self.choose(train):
+            ids[example] = question(example) + options[example.label]
+            room -= len(ids[example])
             if room < 0:
                 break
-            demonstrations.append(one)
+            demonstrations.append(example)
         if not demonstrations:
             raise ValueError(f"No demonstration fits into {self.length:,} tokens. Ask for more with --length.")
         trials = {}
         for condition, arranged in self.arrange(demonstrations):
-            context = loaded.prefix + [token for one in arranged for token in ids[one]]
+            context = loaded.prefix + [token for example in arranged for token in ids[example]]
             name = ", ".join(f"{key} {value}" for key, value in condition.items())
             for index, tokens in asked.items():
                 trials[f"{name}, question {index}"] = Trial(context, tokens, options, condition, test[index].label)

@@ -27,8 +27,8 @@ def shuffled(examples: Sequence[Example], draw: random.Random) -> list[Example]:
 def by_class(examples: Sequence[Example], draw: random.Random) -> list[list[Example]]:
     """The examples of each class, and the classes, in a random order."""
     classes: dict[str, list[Example]] = {}
-    for one in shuffled(examples, draw):
-        classes.setdefault(one.label, []).append(one)
+    for example in shuffled(examples, draw):
+        classes.setdefault(example.label, []).append(example)
     return draw.sample(list(classes.values()), len(classes))
 
 
@@ -40,8 +40,8 @@ def alternate(examples: Sequence[Example], draw: random.Random) -> list[Example]
     places = []
     for members in by_class(examples, draw):
         start = draw.random()
-        places += [((number + start) / len(members), one) for number, one in enumerate(members)]
-    return [one for _, one in sorted(places, key=itemgetter(0))]
+        places += [((number + start) / len(members), example) for number, example in enumerate(members)]
+    return [example for _, example in sorted(places, key=itemgetter(0))]
 
 
 def arrangement(outcome: Outcome) -> Condition:
@@ -77,7 +77,7 @@ class ShotOrder(ShotOrderSettings, InContext):
     def choose(self, train: list[Example]) -> Sequence[Example]:
         """One of each class in turn; a class that has no more is passed over."""
         turns = zip_longest(*by_class(train, random.Random(f"{self.seed}:demonstrations")))
-        return [one for turn in turns for one in turn if one]
+        return [example for turn in turns for example in turn if example]
 
     def arrange(self, demonstrations: list[Example]) -> Iterator[tuple[Condition, Sequence[Example]]]:
         """Permutations of both arrangements."""
@@ -94,25 +94,24 @@ class ShotOrder(ShotOrderSettings, InContext):
             ValueError: two models have different numbers of demonstrations.
         """
         rows = super().rows(averages_over("order", measured, lambda name, _: name.rpartition(", question ")[2]))
-        if any(len(rows) < len({json.dumps(arrangement(one)) for one in outcomes.values()}) for outcomes in measured):
-            raise ValueError("The models' tokenizers fit different numbers of demonstrations: measure them apart.")
+        by_arrangement: list[dict[str, list[float]]] = [{} for _ in measured]
+        for answers, outcomes in zip(by_arrangement, measured, strict=True):
+            for outcome in outcomes.values():
+                accuracy = outcome.measurements[0].values["accuracy"]
+                answers.setdefault(json.dumps(arrangement(outcome)), []).append(accuracy)
+            if len(answers) > len(rows):
+                raise ValueError("The models' tokenizers fit different numbers of demonstrations: measure them apart.")
         for row in rows:
-            answers = [
-                [
-                    one.measurements[0].values["accuracy"]
-                    for one in outcomes.values()
-                    if arrangement(one) == row["condition"]
-                ]
-                for outcomes in measured
-            ]
-            correct = [np.reshape(one, (self.orders, -1)) for one in answers]  # questions in the same order every time
-            found = [spread(one.mean(1)) | {"chance": by_chance(one, self.seed)} for one in correct]
-            row["orders"] = [one.mean(1).tolist() for one in correct]
+            key = json.dumps(row["condition"])
+            # questions are in the same order every time
+            correct = [np.reshape(answers[key], (self.orders, -1)) for answers in by_arrangement]
+            row["orders"] = [answers.mean(1).tolist() for answers in correct]
+            spreads = [spread(answers.mean(1)) | {"chance": by_chance(answers, self.seed)} for answers in correct]
             for metric in ("best", "worst", "margin", "chance"):
-                for index, one in enumerate(found):
-                    row["models"][index][metric] = {"mean": float(one[metric])}
-                if len(found) == 2:
-                    row["difference"][metric] = {"mean": float(found[1][metric] - found[0][metric])}
+                for numbers, extremes in zip(row["models"], spreads, strict=True):
+                    numbers[metric] = {"mean": float(extremes[metric])}
+                if len(spreads) == 2:
+                    row["difference"][metric] = {"mean": float(spreads[1][metric] - spreads[0][metric])}
         return rows
 
     def draw(self, report: Report, figure: Any) -> None:

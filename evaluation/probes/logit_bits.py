@@ -57,8 +57,8 @@ def log_likelihoods(loaded: LoadedModel, items: Sequence[Item], bits: int, batch
     pairs = [pair for item in items for pair in zip(item.contexts, item.continuations, strict=True)]
     attention = watched(loaded.model, partial(quantised_attention, bits=bits)) if bits < 16 else nullcontext()
     with attention:
-        found = dict(continuation_log_probs(loaded, pairs, batch_tokens))
-    scores = iter(found[index] for index in range(len(pairs)))
+        scores_by_pair = dict(continuation_log_probs(loaded, pairs, batch_tokens))
+    scores = iter(scores_by_pair[index] for index in range(len(pairs)))
     return [[next(scores) for _ in item.continuations] for item in items]
 
 
@@ -95,22 +95,22 @@ class LogitBits(LogitBitsSettings, Probe[Item]):
         """Has the answers of some questions scored with every number of bits, then those of the next ones."""
         items, dtype = list(samples.values()), str(loaded.model.dtype).removeprefix("torch.")
         for start in range(0, len(items), ITEMS_AT_ONCE):
-            some = items[start : start + ITEMS_AT_ONCE]
-            scores = {bits: log_likelihoods(loaded, some, bits, self.batch_tokens) for bits in BITS}
-            for index, item in enumerate(some):
+            batch = items[start : start + ITEMS_AT_ONCE]
+            scores = {bits: log_likelihoods(loaded, batch, bits, self.batch_tokens) for bits in BITS}
+            for index, item in enumerate(batch):
                 lengths = [len(answer.strip()) for answer in item.continuations]
                 measurements = []
                 for bits in BITS:
                     sums = np.array(scores[bits][index])
-                    said = {"acc": likeliest(sums, dtype), "acc_norm": likeliest(sums / lengths, dtype)}
-                    right = {name: float(answer == item.gold) for name, answer in said.items()}
+                    answers = {"acc": likeliest(sums, dtype), "acc_norm": likeliest(sums / lengths, dtype)}
+                    right = {name: float(answer == item.gold) for name, answer in answers.items()}
                     measurements.append(Measurement({"bits": bits}, right))
                 detail = {"gold": item.gold, "log_likelihoods": {str(bits): scores[bits][index] for bits in BITS}}
                 yield Outcome(item.id, measurements, detail)
 
     def draw(self, report: Report, figure: Any) -> None:
         """A line for each model over the bits, beside the accuracy of guessing."""
-        guessed = [1 / len(one.detail["log_likelihoods"]["16"]) for one in report.outcomes[0].values()]
+        guessed = [1 / len(outcome.detail["log_likelihoods"]["16"]) for outcome in report.outcomes[0].values()]
         titles = {"acc": "sums of log-probabilities", "acc_norm": "sums divided by characters"}
         for axes, (metric, title) in zip(panels(figure, len(titles)), titles.items(), strict=True):
             lines(axes, range(len(BITS)), report.points(metric))

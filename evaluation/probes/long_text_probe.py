@@ -23,13 +23,13 @@ class LongTextProbe(LongTextSettings, Probe[S]):
         Raises:
             ValueError: no text is.
         """
-        found: dict[str, list[int]] = {}
+        beginnings: dict[str, list[int]] = {}
         for name, text in texts(source).items():
-            if len(found) == self.texts:
+            if len(beginnings) == self.texts:
                 break
             ids = loaded.prefix + loaded.encode(text[: self.length * 16])
             if len(ids) >= self.length:
-                found[name] = ids[: self.length]
-        if not found:
+                beginnings[name] = ids[: self.length]
+        if not beginnings:
             raise ValueError(f"No text in {source.path} has {self.length:,} tokens. Ask for fewer with --length.")
-        return found
+        return beginnings

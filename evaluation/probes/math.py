@@ -47,9 +47,9 @@ class Math(MathSettings, Probe[Problem]):
 
     def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, Problem]:
         """The problems that are drawn."""
-        found = read(self.task, source)
-        count = min(self.problems or len(found), len(found))
-        return {name: found[name] for name in random.Random(f"{self.seed}:math").sample(list(found), count)}
+        problems = read(self.task, source)
+        count = min(self.problems or len(problems), len(problems))
+        return {name: problems[name] for name in random.Random(f"{self.seed}:math").sample(list(problems), count)}
 
     def prompt(self, loaded: LoadedModel, problem: Problem) -> list[int]:
         """Token ids of what the model is to complete."""

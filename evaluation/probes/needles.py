@@ -94,7 +94,7 @@ class Needles(NeedlesSettings, Probe[Task]):
                 task = samples[names[index]]
                 yield Outcome(
                     names[index],
-                    [Measurement(task.condition, {"accuracy": task.prompt.found(text)})],
+                    [Measurement(task.condition, {"accuracy": task.prompt.fraction_found(text)})],
                     {"answer": text, "numbers": task.prompt.numbers},
                 )
 
@@ -108,10 +108,10 @@ class Needles(NeedlesSettings, Probe[Task]):
 
     def draw(self, report: Report, figure: Any) -> None:
         """Depth × length heat maps, a row for each entry of `needles` and a column for each model."""
-        axes = panels(
+        grid = panels(
             figure, len(self.needles) * len(report.names), 1.5 + 0.9 * len(self.length), rows=len(self.needles)
         )
-        for number, one in enumerate(axes):
+        for number, panel in enumerate(grid):
             entry, model = self.needles[number // len(report.names)], number % len(report.names)
             values = np.full((len(self.depth), len(self.length)), np.nan)
             for row in report.select(needles=entry):
@@ -119,12 +119,12 @@ class Needles(NeedlesSettings, Probe[Task]):
                     at = self.depth.index(row["condition"]["depth"]), self.length.index(row["condition"]["length"])
                     values[at] = row["models"][model]["accuracy"]["mean"]
             heat_map(
-                one,
+                panel,
                 values,
                 [f"{length:,}" for length in self.length],
                 [f"{depth:.0%}" for depth in self.depth],
                 limits=(0, 1),
                 show="{:.2f}".format,
             )
-            finish(one, "length (tokens)", "depth of the answer", f"{report.names[model]}\naccuracy, {entry}")
-            one.grid(visible=False)
+            finish(panel, "length (tokens)", "depth of the answer", f"{report.names[model]}\naccuracy, {entry}")
+            panel.grid(visible=False)

@@ -115,13 +115,13 @@ class Outliers(OutliersSettings, Probe[list[int]]):
 
     def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, list[int]]:
         """Pieces of texts, as token ids."""
-        found, pieces, size = texts(source), -(-self.tokens // self.length), self.length - len(loaded.prefix)
-        each = -(-pieces // len(found))
-        ids = {name: loaded.encode(text[: 16 * size * each]) for name, text in found.items()}
+        long_texts, pieces, size = texts(source), -(-self.tokens // self.length), self.length - len(loaded.prefix)
+        each = -(-pieces // len(long_texts))
+        ids = {name: loaded.encode(text[: 16 * size * each]) for name, text in long_texts.items()}
         samples = {
             f"{name} {start}": loaded.prefix + ids[name][start : start + size]
             for start in range(0, size * each, size)
-            for name in found
+            for name in long_texts
             if start + size <= len(ids[name])
         }
         if not samples:
@@ -131,18 +131,18 @@ class Outliers(OutliersSettings, Probe[list[int]]):
     def measure(self, loaded: LoadedModel, samples: Mapping[str, list[int]]) -> Iterator[Outcome]:
         """Keeps of each piece what adds up to the report."""
         for name, ids in samples.items():
-            found = magnitudes(loaded.model, loaded.tensor(ids))
-            yield Outcome(name, [], {kind: one.detail() for kind, one in found.items()})
+            by_kind = magnitudes(loaded.model, loaded.tensor(ids))
+            yield Outcome(name, [], {kind: kind_magnitudes.detail() for kind, kind_magnitudes in by_kind.items()})
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
         """A row for each kind of activation, of all pieces together."""
         rows = []
         for kind, models in together(measured).items():
-            values = [one.values() for one in models]
+            values = [numbers.values() for numbers in models]
             row: Row = {
                 "condition": {"activation": kind},
                 "samples": len(measured[0]),
-                "models": [{metric: {"mean": value} for metric, value in one.items()} for one in values],
+                "models": [{metric: {"mean": value} for metric, value in numbers.items()} for numbers in values],
             }
             if len(values) == 2:
                 row["difference"] = {metric: {"mean": values[1][metric] - values[0][metric]} for metric in values[0]}
@@ -153,10 +153,10 @@ class Outliers(OutliersSettings, Probe[list[int]]):
         """Magnitudes by rank, and the median as a dashed line, for each kind of activation."""
         activations = together(report.outcomes)
         for axes, (kind, models) in zip(panels(figure, len(activations)), activations.items(), strict=True):
-            for index, (name, one) in enumerate(zip(report.names, models, strict=True)):
+            for index, (name, model_magnitudes) in enumerate(zip(report.names, models, strict=True)):
                 style: dict[str, Any] = {"color": COLOURS[index], "linewidth": 3 / (index + 1)}  # equal ones: both seen
-                axes.plot(range(1, max(RANKS) + 1), one.top, **style, label=f"{name}, largest")
-                axes.axhline(one.median, **style, linestyle="--", label=f"{name}, median")
+                axes.plot(range(1, max(RANKS) + 1), model_magnitudes.top, **style, label=f"{name}, largest")
+                axes.axhline(model_magnitudes.median, **style, linestyle="--", label=f"{name}, median")
             axes.set_xscale("log")
             axes.set_yscale("log")
             axes.set_xticks(RANKS, [str(rank) for rank in RANKS])

@@ -57,19 +57,19 @@ class Recall(RecallSettings, LongTextProbe[Text]):
         Raises:
             ValueError: n-grams are to be counted, and there are no other texts.
         """
-        chosen = self.beginnings(source, loaded)
-        found = {name: repeated(ids, self.n) for name, ids in chosen.items()}
+        beginnings = self.beginnings(source, loaded)
+        repetitions = {name: repeated(ids, self.n) for name, ids in beginnings.items()}
         common: set[tuple[int, ...]] = set()
         if self.frequent is not None:
-            others = [text for name, text in texts(source).items() if name not in chosen]
+            others = [text for name, text in texts(source).items() if name not in beginnings]
             if not others:
-                raise ValueError(f"--frequent needs texts besides the {len(chosen)} measured: lower --texts.")
-            wanted = {gram for grams in found.values() for gram in grams.values()}
+                raise ValueError(f"--frequent needs texts besides the {len(beginnings)} measured: lower --texts.")
+            wanted = {gram for grams in repetitions.values() for gram in grams.values()}
             counts = Counter(gram for text in others for gram in ngrams(loaded.encode(text), self.n) if gram in wanted)
             common = {gram for gram, count in counts.items() if count > self.frequent}
         return {
-            name: Text(ids, [at for at, gram in found[name].items() if gram not in common])
-            for name, ids in chosen.items()
+            name: Text(ids, [at for at, gram in repetitions[name].items() if gram not in common])
+            for name, ids in beginnings.items()
         }
 
     def measure(self, loaded: LoadedModel, samples: Mapping[str, Text]) -> Iterator[Outcome]:
@@ -82,9 +82,9 @@ class Recall(RecallSettings, LongTextProbe[Text]):
             yield Outcome(
                 name,
                 [
-                    Measurement({"slice": slice}, {"nll": chosen.mean().item()}, len(chosen))
-                    for slice, chosen in slices
-                    if len(chosen)
+                    Measurement({"slice": slice}, {"nll": nll.mean().item()}, len(nll))
+                    for slice, nll in slices
+                    if len(nll)
                 ],
             )
 
@@ -94,10 +94,10 @@ class Recall(RecallSettings, LongTextProbe[Text]):
         for row in rows:
             weights = [
                 {
-                    name: one.weight
+                    name: measurement.weight
                     for name, text in texts.items()
-                    for one in text.measurements
-                    if one.condition == row["condition"]
+                    for measurement in text.measurements
+                    if measurement.condition == row["condition"]
                 }
                 for texts in measured
             ]

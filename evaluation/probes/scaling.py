@@ -85,19 +85,19 @@ class Curve:
     def measure(self) -> list[Measurement]:
         """Both laws, and for each size of a DIFF the Transformer of equal loss."""
         laws = {name: PowerLaw.fit(points, self.irreducible) for name, points in self.points.items()}
-        made = []
+        measurements = []
         for name, law in laws.items():
             error = math.sqrt(sum((law(x) - loss) ** 2 for x, loss in self.points[name]) / len(self.points[name]))
-            made.append(Measurement(self.condition | {"law": name}, asdict(law) | {"rms_error": error}))
+            measurements.append(Measurement(self.condition | {"law": name}, asdict(law) | {"rms_error": error}))
         for size in self.sizes:
             loss = laws["diff"](size)
             equal = laws["transformer"].inverse(loss)
-            made.append(
+            measurements.append(
                 Measurement(
                     self.condition | {"diff": size}, {"loss": loss, "transformer": equal, "share": size / equal}
                 )
             )
-        return made
+        return measurements
 
     def without(self) -> Iterator["Curve"]:
         """The curve without each of its points."""
@@ -123,7 +123,7 @@ def curves(file: Path) -> list[Curve]:
     Raises:
         ValueError: a row is wrong, or there is no curve.
     """
-    found: dict[str, tuple[Condition, dict[str, Points]]] = {}
+    by_condition: dict[str, tuple[Condition, dict[str, Points]]] = {}
     for row in read_rows(file):
         name = str(field(row, "architecture", file)).strip().lower()
         if name not in LABELS:
@@ -133,31 +133,31 @@ def curves(file: Path) -> list[Curve]:
             raise ValueError(f"{file} has a row with neither `parameters` nor `tokens`.")
         for over, x in sizes.items():
             condition = {"over": over} | {other: value for other, value in sizes.items() if other != over}
-            _, points = found.setdefault(str(condition), (condition, {name: [] for name in LABELS}))
+            _, points = by_condition.setdefault(str(condition), (condition, {name: [] for name in LABELS}))
             points[name].append((x, number(row, "loss", file)))
-    made = []
-    for condition, points in found.values():
-        fewest = min(len({x for x, _ in of_one}) for of_one in points.values())
+    fitted = []
+    for condition, points in by_condition.values():
+        fewest = min(len({x for x, _ in losses}) for losses in points.values())
         if fewest >= FEWEST:
-            points = {name: sorted(of_one) for name, of_one in points.items()}
-            for name, of_one in points.items():
-                if of_one[-1][1] >= of_one[0][1]:
+            points = {name: sorted(losses) for name, losses in points.items()}
+            for name, losses in points.items():
+                if losses[-1][1] >= losses[0][1]:
                     raise ValueError(f"{file} has losses of {name} that do not fall with {condition['over']}.")
-            made.append(Curve(condition, points, fewest > FEWEST, sorted({x for x, _ in points["diff"]})))
-    if not made:
+            fitted.append(Curve(condition, points, fewest > FEWEST, sorted({x for x, _ in points["diff"]})))
+    if not fitted:
         raise ValueError(
             f"{file} has no curve: it needs {FEWEST} or more `parameters` with equal `tokens`, or `tokens` with equal "
             "`parameters`, of both `transformer` and `diff`."
         )
-    return made
+    return fitted
 
 
 def by_curve(outcomes: Mapping[str, Outcome]) -> list[list[Outcome]]:
     """The fits to each curve, the whole one first."""
-    found: dict[str, list[Outcome]] = {}
+    fits: dict[str, list[Outcome]] = {}
     for name, outcome in outcomes.items():
-        found.setdefault(name.partition(",")[0], []).append(outcome)
-    return list(found.values())
+        fits.setdefault(name.partition(",")[0], []).append(outcome)
+    return list(fits.values())
 
 
 def inside(pair: Measurement, points: dict[str, Points]) -> bool:
@@ -191,9 +191,9 @@ class Scaling(ScalingSettings, Probe[Curve]):
     def samples(self, source: Source, loaded: None) -> Mapping[str, Curve]:
         """Each curve, whole and without each of its points."""
         return {
-            f"curve {number}, fit {fit}": one
+            f"curve {number}, fit {fit}": part
             for number, curve in enumerate(curves(source.file("losses.csv", "losses.jsonl")))
-            for fit, one in enumerate((curve, *curve.without()))
+            for fit, part in enumerate((curve, *curve.without()))
         }
 
     def measure(self, loaded: None, samples: Mapping[str, Curve]) -> Iterator[Outcome]:
@@ -206,10 +206,10 @@ class Scaling(ScalingSettings, Probe[Curve]):
         rows = []
         for whole, *others in by_curve(measured[0]):
             points = whole.detail["points"]
-            for first, *same in zip(*(one.measurements for one in (whole, *others)), strict=True):
+            for first, *same in zip(*(outcome.measurements for outcome in (whole, *others)), strict=True):
                 numbers = {}
                 for metric, value in first.values.items():
-                    every = [value, *(one.values[metric] for one in same)]
+                    every = [value, *(outcome.values[metric] for outcome in same)]
                     numbers[metric] = {"mean": value, "low": min(every), "high": max(every)}
                 condition = first.condition
                 if "diff" in condition:
@@ -226,7 +226,7 @@ class Scaling(ScalingSettings, Probe[Curve]):
         for axes, whole in zip(panels(figure, len(wholes)), wholes, strict=True):
             points = whole.detail["points"]
             transformer, diff, *pairs = whole.measurements
-            ends = [x for one in points.values() for x, _ in one]
+            ends = [x for curve_points in points.values() for x, _ in curve_points]
             x = np.geomspace(min(ends), max(ends), 100)
             for index, (name, law) in enumerate(zip(LABELS, (transformer, diff), strict=True)):
                 axes.plot(*zip(*points[name], strict=True), MARKERS[index], color=COLOURS[index], label=LABELS[name])
@@ -236,8 +236,8 @@ class Scaling(ScalingSettings, Probe[Curve]):
             for pair in [pair for pair in pairs if inside(pair, points)][-1:]:
                 at, values = (pair.condition["diff"], pair.values["loss"]), pair.values
                 axes.annotate("", (values["transformer"], values["loss"]), at, arrowprops={"arrowstyle": "->"})
-                told = f"{values['share']:.1%} of the {condition['over']}"
-                axes.annotate(told, at, (-4, -4), textcoords="offset points", ha="right", va="top")
+                label = f"{values['share']:.1%} of the {condition['over']}"
+                axes.annotate(label, at, (-4, -4), textcoords="offset points", ha="right", va="top")
             axes.set_xscale("log")
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:.2f}")

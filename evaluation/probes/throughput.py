@@ -68,8 +68,8 @@ class Throughput(ThroughputSettings, ModelPairProbe[int]):
             ValueError: a loss or gradient is not finite.
         """
         vocabulary = loaded["diff"].config.vocab_size
-        made = torch.Generator().manual_seed(self.seed)
-        ids = [torch.randint(vocabulary, (self.batch, n), generator=made).to(self.place) for n in self.length]
+        generator = torch.Generator().manual_seed(self.seed)
+        ids = [torch.randint(vocabulary, (self.batch, n), generator=generator).to(self.place) for n in self.length]
         conditions = [(tokens, name) for tokens in ids for name in PASSES]
         for name, model in loaded.items():
             check(name, model, ids[0])
@@ -80,8 +80,8 @@ class Throughput(ThroughputSettings, ModelPairProbe[int]):
             turn = list(loaded)[:: -1 if number % 2 else 1]
             measurements = []
             for tokens, name in conditions:
-                times = {one: self.seconds(partial(step, loaded[one], tokens, name)) for one in turn}
-                values = {f"{one}_tokens_per_second": tokens.numel() / times[one] for one in loaded}
+                times = {kind: self.seconds(partial(step, loaded[kind], tokens, name)) for kind in turn}
+                values = {f"{kind}_tokens_per_second": tokens.numel() / times[kind] for kind in loaded}
                 values["ratio"] = times["transformer"] / times["diff"]
                 measurements.append(Measurement({"pass": name, "length": tokens.shape[1]}, values))
             yield Outcome(sample, measurements)

@@ -24,6 +24,6 @@ def run(arguments: Sequence[str]) -> None:
     setup_logging()
     if hasattr(options, "include_path"):
         config = EvaluatorConfig.load_yaml_config(options.config) if getattr(options, "config", None) else {}
-        theirs = options.include_path or config.get("include_path")
-        options.include_path = [str(TASKS), *([theirs] if theirs else [])]
+        include_path = options.include_path or config.get("include_path")
+        options.include_path = [str(TASKS), *([include_path] if include_path else [])]
     command_line.execute(options)

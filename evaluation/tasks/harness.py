@@ -55,8 +55,8 @@ def given(name: str, data: str | None, data_source: dict[str, bool] | None = Non
         source = find(name, Path(path) if path else None)
         yield source
     except (FileNotFoundError, ValueError) as error:
-        said = str(error).replace("--data", "--metadata data=PATH")
-        error.args = (said.replace("--length", "--metadata length=TOKENS"),)
+        message = str(error).replace("--data", "--metadata data=PATH")
+        error.args = (message.replace("--length", "--metadata length=TOKENS"),)
         raise
     if not isinstance(data_source, dict | None):
         raise ValueError(f"--metadata data_source is what a task says of its data, got {data_source!r}. Leave it out.")
@@ -122,11 +122,12 @@ def setting(name: str, value: Any) -> Any:
     """
     kind, least, most = RANGES[name]
     values = value if name in LISTS and isinstance(value, list | tuple) else [value]
-    if not values or not all(type(one) in (int, kind) and least <= one <= most for one in values):  # True is no number
-        what = f"a {'whole ' * (kind is int)}number{' or a list of them' * (name in LISTS)}"
+    valid = [type(number) in (int, kind) and least <= number <= most for number in values]  # True is no number
+    if not values or not all(valid):
+        expected = f"a {'whole ' * (kind is int)}number{' or a list of them' * (name in LISTS)}"
         bounds = f"from {least}" + f" to {most}" * (most < math.inf)
-        raise ValueError(f"--metadata {name} must be {what}, {bounds}, got {value!r}.")
-    numbers = [kind(one) for one in values]
+        raise ValueError(f"--metadata {name} must be {expected}, {bounds}, got {value!r}.")
+    numbers = [kind(number) for number in values]
     return numbers if name in LISTS else numbers[0]
 
 
@@ -168,4 +169,4 @@ def share_found(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, flo
         doc: a row of `needles`.
         results: the completion.
     """
-    return {"accuracy": Prompt(**doc["prompt"]).found(results[0])}
+    return {"accuracy": Prompt(**doc["prompt"]).fraction_found(results[0])}

@@ -75,7 +75,7 @@ def test_another_seed_is_another_prompt() -> None:
 def test_an_answer_counts_by_the_numbers_in_it(completion: str, share: float) -> None:
     prompt = haystack().prompt(length=900, depth=0, needles=2, queries=2, seed="a")
     object.__setattr__(prompt, "numbers", ["1234567", "7654321"])
-    assert prompt.found(completion) == share
+    assert prompt.fraction_found(completion) == share
 
 
 def test_questions_are_english() -> None:
