@@ -1,8 +1,8 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What attention sees, while a model computes: the one call of transformers' attention interface, layer by layer.
+"""Observe or replace a model's attention, layer by layer, in the one call of transformers' attention interface.
 
-Nothing here makes the maps of all queries: who looks takes as many rows as it can afford.
+The maps of all queries are never computed at once: an observer computes blocks of rows.
 
 Letters in shapes: b batch, n queries, m keys, h heads, H query heads (2h in a differential model, one for each softmax
 map), D width.
@@ -26,7 +26,7 @@ IMPLEMENTATION = "diffllama_evaluation"
 """The name under which transformers finds `attend`."""
 
 BLOCK_BYTES = 64 * 2**20
-"""About so much memory is taken by the rows of one block, for all heads of a layer."""
+"""Approximate memory of a block of rows, for all heads of a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +55,13 @@ class AttentionCall:
         return cast(int, self.module.layer_idx)
 
     def blocks(self) -> Iterator[slice]:
-        """Rows, so many at a time that their scores take about `BLOCK_BYTES` in float32."""
+        """Slices of rows whose scores take about `BLOCK_BYTES` in float32."""
         batch, heads, n, _ = self.query.shape
         rows = max(1, BLOCK_BYTES // (4 * batch * heads * self.key.shape[2]))
         return (slice(start, min(n, start + rows)) for start in range(0, n, rows))
 
     def visible(self, rows: slice) -> torch.Tensor:
-        """[b or 1, 1, rows, m]: whether a query sees a key."""
+        """Whether a query attends to a key, [b or 1, 1, rows, m]."""
         if self.mask is not None:
             return self.mask[:, :, rows, : self.key.shape[2]]
         n, m = self.query.shape[2], self.key.shape[2]
@@ -69,9 +69,9 @@ class AttentionCall:
         return (torch.arange(m, device=self.query.device) <= queries[:, None])[None, None]
 
     def logits(self, rows: slice) -> torch.Tensor:
-        """Scaled scores before the softmax, [b, H, rows, m], also of keys that are not seen.
+        """Scaled scores before the softmax, [b, H, rows, m], including masked keys.
 
-        In float32 (float64 in a float64 model), as fused kernels have them: half precision is never rounded to.
+        In float32 (float64 in a float64 model), as fused kernels compute them, never rounded to half precision.
         """
         dtype = at_least_float32(self.query.dtype)
         groups = self.query[:, :, rows].to(dtype).unflatten(1, (self.key.shape[1], -1))
@@ -83,12 +83,12 @@ class AttentionCall:
         return self.softmax(self.logits(rows), rows)
 
     def softmax(self, logits: torch.Tensor, rows: slice) -> torch.Tensor:
-        """Softmax over the keys that are seen: [b, H, rows, m] -> the same shape and dtype."""
+        """Masked softmax of scores [b, H, rows, m] -> the same shape and dtype."""
         logits = logits.masked_fill(~self.visible(rows), float("-inf"))
         return logits.softmax(-1).nan_to_num()  # a padded query sees nothing
 
     def maps(self, rows: slice) -> torch.Tensor:
-        """What values are summed with: A1 - λ·A2, signed, or the softmax maps themselves. [b, h, rows, m]."""
+        """The maps that multiply the values: A1 - λ·A2, signed, or the plain softmax maps. [b, h, rows, m]."""
         maps = self.softmax_maps(rows)
         if self.differential_lambda is None:
             return maps
@@ -96,14 +96,14 @@ class AttentionCall:
         return differential_maps(maps, weight if weight.dim() == 1 else weight[:, rows])
 
     def output(self, maps: torch.Tensor) -> torch.Tensor:
-        """Values summed with softmax maps [b, H, rows, m]: [b, rows, H, D]."""
+        """Softmax maps [b, H, rows, m] times the values: [b, rows, H, D]."""
         groups = maps.to(self.value.dtype).unflatten(1, (self.value.shape[1], -1))
         output = groups.flatten(2, 3) @ self.value  # [b, value heads, group · rows, D]
         return output.unflatten(2, groups.shape[2:4]).flatten(1, 2).transpose(1, 2)
 
 
 Attention = Callable[[AttentionCall], torch.Tensor | None]
-"""Looks at a call; what it returns, [b, n, H, D], takes the place of the call's output, unless it is `None`."""
+"""Observes a call. If it returns a tensor [b, n, H, D], that replaces the call's output."""
 
 _attention: ContextVar[Attention] = ContextVar("attention")
 
@@ -118,7 +118,7 @@ def attend(
     differential_lambda: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers: `sdpa`, seen or replaced by the function given to `watched`."""
+    """An attention function of transformers: `sdpa`, observed or replaced by the function given to `watched`."""
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} changes its scores by `{name}`, which no probe measures.")
@@ -145,7 +145,7 @@ AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 @contextmanager
 def watched(model: PreTrainedModel, attention: Attention) -> Iterator[None]:
-    """Has every layer's attention call of `model` go through `attention`.
+    """Pass every attention call of `model` through `attention`.
 
     Raises:
         ValueError: the model's attention is not one call a layer of transformers' attention interface, or it changes

@@ -38,12 +38,12 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
 
 
 def rounded(number: float) -> str:
-    """As tables show it."""
+    """A number as tables show it."""
     return f"{number:.4g}" if abs(number) < 1e3 else f"{number:,.0f}"
 
 
 def shown(value: dict[str, float]) -> str:
-    """A mean and, where there is one, its interval."""
+    """A mean with its interval, if it has one."""
     text = rounded(value["mean"])
     return f"{text} [{rounded(value['low'])}, {rounded(value['high'])}]" if "low" in value else text
 
@@ -57,7 +57,7 @@ def tables(report: Any) -> Iterator[Table]:
 
 
 def table(rows: list[Any], names: list[str]) -> Table:
-    """Rows whose conditions have the same fields."""
+    """The table of rows whose conditions have the same fields."""
     conditions = list(rows[0]["condition"])
     metrics = list(dict.fromkeys(name for row in rows for numbers in row["models"] for name in numbers))
     groups = list(names) if len(names) > 1 else [""]
@@ -73,7 +73,7 @@ def table(rows: list[Any], names: list[str]) -> Table:
 
 
 def short(names: list[str]) -> list[str]:
-    """The last parts of names, if they tell them apart."""
+    """The last parts of paths, if they are distinct; otherwise the paths."""
     last = [Path(name).absolute().name for name in names]
     return last if len(set(last)) == len(names) else names
 
@@ -183,25 +183,25 @@ def command(name: str) -> Callable[..., None]:
 
 
 class ProbeGroup(TyperGroup):
-    """Commands that are made when they are run or asked for help."""
+    """Builds a command only when it is run or asked for help."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """All probes."""
         return list(PROBES)
 
     def get_command(self, ctx: Any, name: str) -> Any:
-        """What the list of commands shows of a probe; `None` if there is no such probe."""
+        """A command with a probe's summary alone, for the list of commands; `None` if there is no such probe."""
         return as_command(name, lambda: None) if name in PROBES else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that `args` name, and its own arguments."""
+        """The command named by `args`, and the remaining arguments."""
         if args and args[0] in PROBES:
             return args[0], as_command(args[0], command(args[0])), args[1:]
         return super().resolve_command(ctx, args)
 
 
 def as_command(name: str, function: Callable[..., None]) -> Any:
-    """A function as the command of a probe."""
+    """A Typer command that calls `function`."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(name, help=f"{PROBES[name][1]}{function.__doc__ or ''}")(function)
     return typer.main.get_command(app)

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How figures look: colours that colour-blind readers tell apart, one style for lines, heat maps and their labels."""
+"""The style of figures: a palette for colour-blind readers, lines, bars, heat maps and labels."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's palette, in an order that keeps neighbours apart in print too."""
+"""Okabe and Ito's palette, ordered so that neighbours also differ in print."""
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
@@ -20,7 +20,7 @@ Point = dict[str, float]
 
 
 def panels(figure: Figure, count: int, width: float = 5.2, height: float = 3.8, rows: int = 1) -> list[Axes]:
-    """So many axes in a figure, in `rows` rows, which gets the size that they need, in inches."""
+    """Add `count` axes in `rows` rows to a figure and set its size, in inches."""
     columns = -(-count // rows)
     figure.set_size_inches(width * columns, height * rows)
     figure.set_layout_engine("constrained")
@@ -28,9 +28,9 @@ def panels(figure: Figure, count: int, width: float = 5.2, height: float = 3.8, 
 
 
 def lines(axes: Axes, x: Sequence[float], curves: Mapping[str, Sequence[Point]]) -> None:
-    """Means over x, a labelled line for each of `curves`, with their intervals as a band where all points have one.
+    """Plot means over x, a labelled line for each curve, with a band where all its points have intervals.
 
-    The first line is the widest, so that it is seen under one with the same means.
+    The first line is the widest, so that it shows under a line of equal means.
     """
     for index, (label, points) in enumerate(curves.items()):
         size = 1 / (index + 1)
@@ -42,9 +42,9 @@ def lines(axes: Axes, x: Sequence[float], curves: Mapping[str, Sequence[Point]])
 
 
 def bars(axes: Axes, groups: Mapping[str, Sequence[Point]]) -> None:
-    """Means as bars at places 0, 1, …, those of the labelled `groups` side by side; an empty point leaves a gap.
+    """Plot means as bars at 0, 1, …, the labelled groups side by side; an empty point leaves a gap.
 
-    Intervals are thin lines where there are some.
+    Thin lines show the intervals, if any.
     """
     width = 0.8 / len(groups)
     axes.set_axisbelow(True)
@@ -58,7 +58,7 @@ def bars(axes: Axes, groups: Mapping[str, Sequence[Point]]) -> None:
 
 
 def finish(axes: Axes, xlabel: str, ylabel: str, title: str = "") -> None:
-    """Labels, grid and, where something is labelled, a legend."""
+    """Add axis labels, a title, a grid and, if something is labelled, a legend."""
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     if title:
@@ -78,15 +78,15 @@ def heat_map(
     limits: tuple[float, float] | None = None,
     show: Callable[[float], str] | None = None,
 ) -> Any:
-    """Values [y, x] as a picture, with a colour bar's mappable as the result.
+    """Draw values [y, x] as an image and return its mappable, for a colour bar.
 
     Args:
         axes: where to draw.
-        values: NaN where there is none.
-        x: what each column is. y: what each row is.
-        signed: use a diverging map, symmetric about 0.
-        limits: of the colours; by default of the values.
-        show: how to write each value into its cell.
+        values: NaN for missing values.
+        x: labels of columns. y: labels of rows.
+        signed: use a diverging colour map, symmetric about 0.
+        limits: of the colours; by default those of the values.
+        show: formats each value, to be written into its cell.
     """
     if limits is None:
         top = float(np.nanmax(np.abs(values))) or 1.0

@@ -12,14 +12,14 @@ from diffllama.evaluation.models import LoadedModel
 
 
 CHUNK = 1024
-"""So many tokens of a long text go through the model at once, so that logits are never [n, vocabulary]."""
+"""Tokens of a long text per forward pass, so that logits are never [n, vocabulary]."""
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
     """An empty cache for the model.
 
     Raises:
-        ValueError: the model keeps a state of its own, without which a later chunk forgets the earlier ones.
+        ValueError: the model keeps a recurrent state, which the cache does not carry from chunk to chunk.
     """
     if model._is_stateful:
         kind = model.config.model_type
@@ -38,8 +38,8 @@ def token_log_probs(model: PreTrainedModel, ids: torch.Tensor, chunk: int = CHUN
 
     Args:
         model: a causal language model.
-        ids: token ids [1, n], as long as the cache fits into memory.
-        chunk: how many of them are computed at once.
+        ids: token ids [1, n]; the cache must fit into memory.
+        chunk: tokens per forward pass.
 
     Returns:
         [n - 1] in float32, on the CPU.
@@ -57,14 +57,14 @@ def token_log_probs(model: PreTrainedModel, ids: torch.Tensor, chunk: int = CHUN
 
 
 def likeliest(scores: Sequence[float] | np.ndarray, dtype: str, option: str = "--dtype") -> int:
-    """Index of the highest score, the first of equal ones.
+    """Index of the highest score; of equal scores, the first.
 
     Args:
-        scores: some may be minus infinity.
-        dtype: in which the model computed them. option: of the command line, which chooses another.
+        scores: may include minus infinity.
+        dtype: of the model, for the error message. option: of the command line that changes it, likewise.
 
     Raises:
-        ValueError: a score is NaN, of which no other is higher.
+        ValueError: a score is NaN.
     """
     if np.isnan(scores).any():
         raise ValueError(f"The model's scores are not numbers (NaN) in {dtype}. Try another {option}.")
@@ -72,9 +72,12 @@ def likeliest(scores: Sequence[float] | np.ndarray, dtype: str, option: str = "-
 
 
 def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices of sequences of equal length together, longest first, at most `batch_tokens` tokens (or one sequence).
+    """Batches of sequences of equal length, longest first, of at most `batch_tokens` tokens or one sequence.
 
-    Equal lengths need no padding: nothing that a sequence is given depends on its neighbours.
+    Equal lengths need no padding, so no result depends on the other sequences of a batch.
+
+    Yields:
+        Indices of sequences.
     """
     by_length: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
@@ -93,8 +96,8 @@ def continuation_log_probs(
 
     Args:
         loaded: model and tokenizer.
-        pairs: contexts and continuations; a space at a context's end is counted to its continuation.
-        batch_tokens: at most so many tokens at once.
+        pairs: contexts and continuations; trailing space of a context counts as part of its continuation.
+        batch_tokens: most tokens of a batch.
 
     Yields:
         Index of the pair and the sum of the log-probabilities of its continuation's tokens, batch by batch.
@@ -116,21 +119,21 @@ def continuation_log_probs(
 
 
 class Stop(StoppingCriteria):
-    """Ends each row in whose text there is one of some strings.
+    """Stops a row when its generated text contains one of the strings.
 
-    Transformers' own criterion fails with tokenizers of whole words, and counts a string that the prompt begins.
+    transformers' `StopStringCriteria` fails with word-level tokenizers and matches strings that begin in the prompt.
 
     Args:
-        strings: at which a row ends.
-        tokenizer: makes text of the tokens.
-        start: how many tokens the prompts have.
+        strings: where a row stops.
+        tokenizer: decodes the tokens.
+        start: number of tokens of the prompts.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase, start: int) -> None:
         self.strings, self.tokenizer, self.start = strings, tokenizer, start
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
-        """Which rows end: [b]."""
+        """Which rows are done, [b]."""
         texts = self.tokenizer.batch_decode(input_ids[:, self.start :], skip_special_tokens=True)
         ended = [any(string in text for string in self.strings) for text in texts]
         return torch.tensor(ended, device=input_ids.device)
@@ -149,9 +152,9 @@ def completions(
     Args:
         loaded: model and tokenizer.
         prompts: their token ids.
-        max_new_tokens: where a completion ends that the model does not end.
-        batch_tokens: at most so many tokens of prompts at once.
-        stop: strings at the first of which a completion ends, and which are no part of it.
+        max_new_tokens: longest completion.
+        batch_tokens: most prompt tokens of a batch.
+        stop: strings; a completion ends before the first of them.
 
     Yields:
         Index of the prompt and the text that follows it, without special tokens.

@@ -16,7 +16,7 @@ from diffllama.checkpoints.options import DType
 
 
 OWN_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
-"""Files of a model folder that decide what the model computes and how its tokenizer splits text."""
+"""Files of a model folder that determine what the model computes and how its tokenizer splits text."""
 
 
 def digest(path: Path, patterns: tuple[str, ...] = ("**/*",)) -> str:
@@ -35,10 +35,10 @@ def digest(path: Path, patterns: tuple[str, ...] = ("**/*",)) -> str:
 
 
 def device(name: str | None) -> torch.device:
-    """The device of that name; the first GPU by default, if there is one.
+    """The named device; by default the first GPU, or the CPU.
 
     Raises:
-        ValueError: torch has no such device here.
+        ValueError: torch cannot compute on it here.
     """
     try:
         place = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -62,7 +62,7 @@ class LoadedModel:
 
     @property
     def prefix(self) -> list[int]:
-        """What the tokenizer puts before every text: as a rule the id of the token of beginning, or nothing.
+        """Token ids that the tokenizer puts before every text: usually the id of the BOS token, or none.
 
         Raises:
             ValueError: the tokenizer has no tokens for `a`, or other ones where it adds special tokens.
@@ -75,7 +75,7 @@ class LoadedModel:
         return prefix
 
     def chat(self, message: str) -> list[int]:
-        """Token ids of a user's message to which the assistant answers next, in the tokenizer's chat template.
+        """Token ids of a user's message and the start of the assistant's turn, in the tokenizer's chat template.
 
         Raises:
             ValueError: it has none.
@@ -97,7 +97,7 @@ class ModelSource:
     Args:
         name: folder, or repository `owner/name` of the Hub.
         dtype: of the weights and the computation; `auto` is the checkpoint's.
-        device: as torch names it; the first GPU by default, if there is one.
+        device: torch's name for it; by default the first GPU, or the CPU.
         revision: branch, tag or commit of a repository.
         trust_remote_code: whether code in the folder may run; a differential Llama needs none.
     """
@@ -110,7 +110,7 @@ class ModelSource:
 
     @cached_property
     def folder(self) -> Path:
-        """The folder, or the snapshot of the Hub's repository, downloaded if need be.
+        """The folder, or the snapshot of the Hub repository, downloaded if necessary.
 
         Raises:
             FileNotFoundError: there is no such folder with a configuration, and no such repository.
@@ -125,11 +125,11 @@ class ModelSource:
 
     @property
     def place(self) -> torch.device:
-        """Where it computes."""
+        """The device."""
         return device(self.device)
 
     def facts(self) -> dict[str, Any]:
-        """What identifies the model in a result: its name, the commit of a repository, the SHA-256 of its files."""
+        """What identifies the model in a report: its name, the commit of a repository, the SHA-256 of its files."""
         folder = self.folder
         commit = {"commit": folder.name} if folder.parent.name == "snapshots" else {}
         files = {"sha256": digest(folder, OWN_FILES)}

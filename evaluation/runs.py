@@ -1,9 +1,9 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of probes: samples measured one after another and kept, so that a run that broke off goes on, and the report.
+"""Run a probe: measure its samples, store each so that an interrupted run can continue, and write the report.
 
-A probe says what its samples are, measures them, and draws. Everything else is here: the cache, the averages, their
-bootstrap intervals, the comparison of two models, the table, the JSON and the figure's file.
+A probe defines its samples, measures them and draws its figure. Everything else is here: the sample store, averages,
+bootstrap intervals, the comparison of two models, the JSON report and the figure's file.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ if n < 6."""
 CONFIDENCE = 0.95
 
 Condition = dict[str, Any]
-"""What a number is about, such as {"length": 4096, "depth": 0.5}."""
+"""What a number refers to, such as {"length": 4096, "depth": 0.5}."""
 
 Row = dict[str, Any]
 """The numbers of a condition: `condition`, `samples` (how many), `models` (for each, metric -> `mean` and, of enough
@@ -57,10 +57,10 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one sample says about one condition.
+    """The numbers of one sample under one condition.
 
     Args:
-        condition: what it is about.
+        condition: what the numbers refer to.
         values: numbers by metric, the same metrics in every sample of a condition.
         weight: of this sample in the condition's average, such as the number of its tokens. With 0 it is not counted.
     """
@@ -72,7 +72,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that one sample says: its measurements, and what else is worth keeping, such as the text that was made."""
+    """The result of one sample: its measurements, and details worth storing, such as the generated text."""
 
     sample: str
     measurements: list[Measurement]
@@ -80,7 +80,7 @@ class Outcome:
 
     @classmethod
     def parse(cls, line: str) -> "Outcome":
-        """Of a line that `line` made."""
+        """Parse what `line` returned."""
         entry = json.loads(line)
         measurements = [
             Measurement(item["condition"], {name: float(x) for name, x in item["values"].items()}, item["weight"])
@@ -95,7 +95,7 @@ class Outcome:
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """As JSON. It has no NaN and no infinity: they become the texts nan, inf and -inf, which `float` reads."""
+    """Serialise as JSON. NaN and infinities, which JSON lacks, become strings that `float` reads: nan, inf, -inf."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
@@ -109,10 +109,10 @@ def dumps(value: Any, indent: int | None = None) -> str:
 
 @dataclass(kw_only=True)
 class Probe(Settings, ABC, Generic[S]):
-    """A measurement of the paper, with its settings. If it `loads_models`, its user names them."""
+    """One of the paper's experiments, with its settings. If it `loads_models`, the user names the models."""
 
     intervals: ClassVar[bool] = True
-    """Whether its numbers are averages over samples, of which bootstrap intervals make sense."""
+    """Whether its numbers are averages over samples, for which bootstrap intervals make sense."""
 
     @property
     def dataset(self) -> str:
@@ -120,7 +120,7 @@ class Probe(Settings, ABC, Generic[S]):
         raise NotImplementedError
 
     def specs(self) -> "list[ModelSpec]":
-        """What it measures, if that is not for its user to name."""
+        """The models to measure, of a probe that makes them itself."""
         raise NotImplementedError
 
     @abstractmethod
@@ -139,15 +139,15 @@ class Probe(Settings, ABC, Generic[S]):
 
     @abstractmethod
     def measure(self, loaded: Any, samples: Mapping[str, S]) -> Iterator[Outcome]:
-        """Measures samples, in any order."""
+        """Measure samples, in any order."""
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
-        """The report's numbers, of one outcome per sample for each model."""
+        """Compute the report's rows from the outcome of each sample and model."""
         return average(measured, seed=self.seed, intervals=self.intervals)
 
     @abstractmethod
     def draw(self, report: "Report", figure: Any) -> None:
-        """Draws the report into an empty figure of matplotlib."""
+        """Draw the report into an empty matplotlib figure."""
 
 
 @dataclass(frozen=True)
@@ -161,14 +161,14 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Report:
-    """What came out of a run.
+    """The result of a run.
 
     Args:
         probe: the probe.
         names: of the models.
         rows: the numbers.
         outcomes: for each model, every sample's.
-        record: what the JSON says besides.
+        record: the rest of the JSON report.
     """
 
     probe: Probe
@@ -178,16 +178,16 @@ class Report:
     record: dict[str, Any]
 
     def json(self) -> dict[str, Any]:
-        """All but the samples."""
+        """The report without its samples."""
         return self.record | {"rows": self.rows}
 
     def points(self, metric: str, rows: Iterable[Row] | None = None) -> dict[str, list[Any]]:
-        """A metric of some rows, by default of all, for each model by its name."""
+        """Values of a metric by model name, in `rows` or in all rows."""
         chosen = self.rows if rows is None else list(rows)
         return {name: [row["models"][index][metric] for row in chosen] for index, name in enumerate(self.names)}
 
     def select(self, **condition: Any) -> list[Row]:
-        """Rows whose conditions say so."""
+        """Rows whose conditions have these values."""
         return [
             row for row in self.rows if all(row["condition"].get(name) == value for name, value in condition.items())
         ]
@@ -291,7 +291,7 @@ def averages_over(
 
 
 def computed_by() -> dict[str, str]:
-    """What the numbers depend on besides settings, data and model: the code that computes, and libraries under it."""
+    """What the numbers depend on besides settings, data and model: a hash of the code, and versions of libraries."""
     code = hashlib.sha256()
     for module in (evaluation, modeling_diff):
         (folder,) = module.__path__
@@ -304,10 +304,10 @@ RECORDED = ("versions", "paper", "data.path", "model.name", "model.commit")
 
 
 class SampleStore:
-    """The outcomes of one model that are on disk, a line each, after a line that says what they are of.
+    """The outcomes of one model on disk: a header line that identifies the run, then a line for each sample.
 
     Args:
-        file: made if it does not exist or has no samples. A last line that was cut off is dropped.
+        file: created if it does not exist or has no samples. A truncated last line is dropped.
         header: probe, settings, data and model.
 
     Raises:
@@ -338,14 +338,14 @@ class SampleStore:
             replace_file(file, complete)
 
     def add(self, outcome: Outcome) -> None:
-        """Keeps one more, as it will be read again: a run that broke off reports the same as one that did not."""
+        """Store an outcome, as it will be read back: an interrupted run reports the same as an uninterrupted one."""
         with self.file.open("a", encoding="utf-8") as stream:
             stream.write(outcome.line + "\n")
         self.outcomes[outcome.sample] = Outcome.parse(outcome.line)
 
 
 def differences(left: Any, right: Any, name: str = "") -> list[str]:
-    """Where two values of JSON differ, such as ["settings.length"]."""
+    """Paths at which two JSON values differ, such as ["settings.length"]."""
     if isinstance(left, dict) and isinstance(right, dict):
         fields = sorted(left.keys() | right.keys())
         return [at for field in fields for at in differences(left.get(field), right.get(field), f"{name}.{field}")]
@@ -353,7 +353,7 @@ def differences(left: Any, right: Any, name: str = "") -> list[str]:
 
 
 Progress = Callable[[str, int, int], None]
-"""Told the model's name, how many samples are measured and how many there are."""
+"""Called with the model's name, the number of samples measured so far, and the number of all samples."""
 
 
 def run(
@@ -365,21 +365,22 @@ def run(
     progress: Progress = lambda name, done, total: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Measures models and writes `results.json`, `figure.png` and each model's samples into a folder.
+    """Measure models and write `results.json`, `figure.png` and each model's samples into a folder.
 
     Args:
         probe: what to measure.
         specs: one or two models, in turn.
-        output: the folder. Samples of the same run that are there already are not measured again.
+        output: the folder. Samples that an earlier part of the same run stored there are not measured again.
         data: file or folder with the probe's data, or a folder in which it lies under the probe's name for it; the
             built-in sample by default.
         progress: called after each sample.
-        note: told what limits the numbers, such as a text longer than a model has positions. The results have it too.
+        note: called with each limitation of the numbers, such as texts longer than a model's context; they are in
+            the report, too.
 
     Raises:
-        FileNotFoundError: `data` has nothing of the kind.
+        FileNotFoundError: `data` lacks the probe's data.
         NotADirectoryError: `output` is a file.
-        IsADirectoryError: what it is to get is a folder.
+        IsADirectoryError: a file to write is a folder.
         ValueError: the data or a setting is not what the probe takes, the folder has another run's samples, or another
             run is writing into it.
     """
@@ -416,7 +417,7 @@ def measured(
     progress: Progress,
     note: Callable[[str], None],
 ) -> Report:
-    """The report of a run in a folder that no other run uses. The arguments are those of `run` and what it found."""
+    """The report of a run whose folder is locked; see `run`."""
     notes: list[str] = []
 
     def tell(text: str) -> None:
@@ -458,7 +459,7 @@ def measured(
 
 
 def described(loaded: LoadedModel) -> dict[str, Any]:
-    """What a loaded model is."""
+    """Properties of a loaded model, for the report."""
     config = loaded.model.config
     return {
         "model_type": config.model_type,

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Data of the probes: files as their publishers ship them, and a small built-in sample of each."""
+"""Find and read the probes' data: the published files, or a small built-in sample of each."""
 
 import csv
 import io
@@ -18,23 +18,23 @@ from diffllama.evaluation.models import digest
 
 
 SAMPLES = Path(__file__).parent / "samples"
-"""Made up for this package: enough to try a probe, too few to say anything of a model."""
+"""Made up for this package: enough to try a probe, too little to judge a model."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a probe's data are.
+    """The location of a probe's data.
 
     Args:
         path: a file or folder.
-        built_in: whether it is this package's sample.
+        built_in: whether it is the sample of this package.
     """
 
     path: Path
     built_in: bool
 
     def facts(self) -> dict[str, Any]:
-        """What identifies the data in a result."""
+        """What identifies the data in a report."""
         return {"path": f"built-in {self.path.name}" if self.built_in else str(self.path), "sha256": digest(self.path)}
 
     def file(self, *names: str) -> Path:
@@ -68,10 +68,10 @@ def find(name: str, data: Path | None) -> Source:
 
 
 def read_text(file: Path, encoding: str = "utf-8-sig") -> str:
-    """A file's text, decompressed if its name ends like that.
+    """Read a text file, decompressed according to its suffix.
 
     Raises:
-        ValueError: it is not text, or was cut off.
+        ValueError: it is not text, or truncated.
     """
     try:
         with fsspec.open(str(file), "rt", encoding=encoding, compression="infer") as stream:
@@ -83,10 +83,10 @@ def read_text(file: Path, encoding: str = "utf-8-sig") -> str:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON file, a list of them or one on each line, or the rows of a .csv file under its first.
+    """Read objects from a JSON file (a list, or one per line) or the rows of a .csv file with a header.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the file has another form.
     """
     text = read_text(file).strip()
     if ".csv" in file.suffixes:
@@ -109,7 +109,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def field(row: dict[str, Any], name: str | Sequence[str], file: Path) -> Any:
-    """`row[name]`, or that of the first of several names; a `ValueError` that names the file if there is none."""
+    """The value of the first of these names that the row has; a `ValueError` naming the file if it has none."""
     names = [name] if isinstance(name, str) else name
     for key in names:
         if key in row:
@@ -119,7 +119,7 @@ def field(row: dict[str, Any], name: str | Sequence[str], file: Path) -> Any:
 
 
 def text_field(row: dict[str, Any], name: str | Sequence[str], file: Path) -> str:
-    """`field`, which must be a text, and not an empty one."""
+    """The same as `field`, for a non-empty text."""
     value = field(row, name, file)
     if not isinstance(value, str) or not value.strip() or re.search("[\ud800-\udfff]", value):  # half a character
         names = name if isinstance(name, str) else " or ".join(name)

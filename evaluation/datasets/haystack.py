@@ -54,7 +54,7 @@ class Haystack:
     """Sentences of long texts, and how many tokens each takes.
 
     Args:
-        texts: long texts, of which as many sentences are taken as four prompts of `length` tokens need.
+        texts: long texts; sentences are taken until they fill four prompts of `length` tokens.
         tokenizer: counts tokens.
         length: of the longest prompt, in tokens.
 
@@ -87,14 +87,14 @@ class Haystack:
         """A prompt with `needles` needles, `queries` of them asked for.
 
         Args:
-            length: at most so many tokens, and fewer by less than a sentence.
+            length: most tokens; a prompt has less than a sentence fewer.
             depth: where the first needle that is asked for stands, from 0, the beginning of the text, to 1, its end.
                 The others stand anywhere.
             needles: how many. queries: how many of them are asked for.
             seed: of cities, numbers, places and the part of the text.
 
         Raises:
-            ValueError: not so many tokens hold a text.
+            ValueError: so few tokens hold no text.
         """
         draw = random.Random(seed)
         cities = draw.sample(CITIES, needles)

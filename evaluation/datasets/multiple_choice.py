@@ -11,12 +11,12 @@ from diffllama.evaluation.settings import MultipleChoiceTask
 
 
 TASKS: tuple[MultipleChoiceTask, ...] = get_args(MultipleChoiceTask)
-"""As their files are called."""
+"""The names of their files."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A question and its answers, of which a model chooses the one that is most likely after its context.
+    """A question and its answers; a model chooses the answer that is most likely after its context.
 
     Args:
         id: unique within its task.
@@ -33,7 +33,7 @@ class Item:
 
 
 def dataset_name(task: str) -> str:
-    """Under which name `find` has the data of a task."""
+    """The name of a task's data in `find`."""
     return "hellaswag" if task == "hellaswag" else "multiple_choice"
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Documents to summarise, or with a question that they answer."""
+"""Documents to summarise, or to answer a question from."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ SUMMARIES = get_args(SummaryTask)
 
 @dataclass(frozen=True)
 class Document:
-    """A text, a question about it, which is empty if it is to be summarised, and what people wrote."""
+    """A text, a question about it (empty if the task is to summarise), and the reference summary or answer."""
 
     text: str
     question: str
@@ -29,7 +29,7 @@ def read(task: DocumentTask, source: Source) -> dict[str, Document]:
     """The documents of a task by name.
 
     Args:
-        task: decides whether rows must have a question.
+        task: determines whether rows must have a question.
         source: a file, or a folder with `TASK.jsonl`, `test.jsonl`, `validation.jsonl` or `dev.json`. Its rows have
             `context`, `document` or `article`: a text, or titles with their sentences, as in HotpotQA; `question` or
             `input` (LongBench's name for it); and `answer`, `answers`, `summary` or `highlights`. A `.txt` file has

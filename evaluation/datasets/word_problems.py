@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Word problems of mathematics: their files, worked examples, and whether a completion has the right answer."""
+"""Mathematical word problems: their files, worked examples, and the check of a completion's answer."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ FOLDERS = {"math": "multiple_choice"}
 """Tasks whose data `find` has under another name."""
 
 INSTRUCTION = "\n\nReason step by step, and put your final answer within \\boxed{}."
-"""What follows a problem in a chat."""
+"""The instruction after a problem in a chat."""
 
 WORDS = (
     (
@@ -38,7 +38,7 @@ WORDS = (
         "In the evening he walks 2 * 4 = 8 km, so 4 + 8 = 12 km a day. In a week it is 12 * 5 = 60. The answer is 60.",
     ),
 )
-"""Problems with their solutions, which end as a completion should."""
+"""Worked examples; a completion should end like their solutions."""
 
 LATEX = (
     ("What is the value of $2^5 - 3 \\cdot 4$?", "We have $2^5 = 32$ and $3 \\cdot 4 = 12$. The answer is $20$."),
@@ -154,7 +154,7 @@ UNIT = (
     r"(?:\s+\(?(?![^.,;]*\bhalf\b|(?:and|pi)\b)(?:[a-z]{2}|[ghlms](?!\w|\s*-))(?:[^\d\\^=+*/]|/[a-z])*?(?:\^[23])?)?"
     r"\s*(?:\.(?:\s.*)?|[,;!](?:\s+(?!(?:and|or)\b)[a-z]{2}.*)?)?"
 )
-"""What may follow a number: words or a metric unit's letter, perhaps squared, and the end of the sentence or clause."""
+"""What may follow a number: words or the letter of a metric unit, perhaps squared, and the end of the clause."""
 
 SPELLINGS = (
     ("−", "-"),
@@ -168,7 +168,7 @@ SPELLINGS = (
     (r"\\frac\{(-?\d+)\}\s*(\d)", r"\\frac{\1}{\2}"),
     (r"\\frac\{(-?\d+)\}\s*\{(\d+)\}", r" \1/\2"),
 )
-"""Ways of writing the same that are undone, in this order."""
+"""Equivalent spellings and their normal form, applied in this order."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def final_answer(completion: str) -> Final:
 
 
 def _braced(text: str) -> str | None:
-    """What stands before the brace that closes."""
+    """The text before the closing brace."""
     depth = 1
     for at, letter in enumerate(text):
         depth += (letter == "{") - (letter == "}")
@@ -215,7 +215,7 @@ def _braced(text: str) -> str | None:
 
 
 def value(answer: str) -> Fraction | str:
-    """What an answer means: a number if it is one, with or without a unit, or its text without spaces.
+    """The value of an answer: a number, with or without a unit, or else the text without spaces.
 
     Thousands' commas, dollar and per cent signs, degrees and LaTeX's spaces and delimiters do not count; `\\frac12`,
     1/2 and 0.5 are one number. An expression with a root, π or a variable is a text: it equals only one that is

@@ -29,7 +29,7 @@ LEAST_SUM = 1e-3
 
 @dataclass(frozen=True)
 class Passage:
-    """A prompt as token ids, and where what is [start, end) of them.
+    """A prompt as token ids, with the spans [start, end) of its parts.
 
     Args:
         ids: all of them.
@@ -44,13 +44,13 @@ class Passage:
     depth: float
 
     def parts(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Sums over the answer, the noise and everything else: [..., n] -> [...] each."""
+        """Sums of weights [..., n] over the answer, the noise and the rest: [...] each."""
         answer, context = (weights[..., slice(*span)].sum(-1) for span in (self.answer, self.context))
         return {"answer": answer, "noise": context - answer, "other": weights.sum(-1) - context}
 
 
 def last_rows(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How the last token looks at all of them, averaged over the heads of each layer.
+    """The last token's attention to all tokens, averaged over the heads of each layer.
 
     Args:
         model: a causal language model.

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient norms of a differential model beside those of the Transformer that it is compared with."""
+"""Gradient norms of a differential model and its matched Transformer."""
 
 import math
 from collections import defaultdict

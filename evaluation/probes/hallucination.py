@@ -31,7 +31,7 @@ Proposed {kind}: {response}
 
 First explain your decision. Then end with the line "Conclusion: True" if the proposed {kind} is accurate and free of \
 hallucination, or with the line "Conclusion: False" if it is not."""
-"""What a judge is asked."""
+"""The prompt of a judge."""
 
 
 @dataclass(kw_only=True)
@@ -74,7 +74,7 @@ class Hallucination(HallucinationSettings, Probe[Document]):
 
     @property
     def kind(self) -> str:
-        """What a response is."""
+        """The kind of response: summary or answer."""
         return "summary" if self.task in SUMMARIES else "answer"
 
     def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, Document]:
@@ -89,7 +89,7 @@ class Hallucination(HallucinationSettings, Probe[Document]):
         return replace(document, text=loaded.tokenizer.decode(ids[: self.length])) if ids[self.length :] else document
 
     def prompt(self, loaded: LoadedModel, document: Document) -> list[int]:
-        """Token ids of what the model is to respond to."""
+        """Token ids of the prompt."""
         if document.question:
             text = f"Answer the question from the document alone.\n\nDocument: {document.text}"
             text += f"\n\nQuestion: {document.question}"
@@ -100,7 +100,7 @@ class Hallucination(HallucinationSettings, Probe[Document]):
         return loaded.prefix + loaded.encode(f"{text}\n\n{self.kind.capitalize()}:")
 
     def response(self, completion: str) -> str:
-        """What a completion has of the response."""
+        """The response in a completion."""
         if self.chat:
             return completion.strip()
         return completion.strip().partition("\n\n" if self.kind == "summary" else "\n")[0]
@@ -110,7 +110,7 @@ class Hallucination(HallucinationSettings, Probe[Document]):
         return max(len(self.prompt(loaded, sample)) for sample in samples.values()) + self.max_tokens
 
     def measure(self, loaded: LoadedModel, samples: Mapping[str, Document]) -> Iterator[Outcome]:
-        """Has documents responded to, and the responses judged, batch by batch."""
+        """Generate responses to documents and have them judged, batch by batch."""
         names = list(samples)
         prompts = [self.prompt(loaded, samples[name]) for name in names]
         stop = () if self.chat else ("Document:",)
@@ -118,7 +118,7 @@ class Hallucination(HallucinationSettings, Probe[Document]):
             yield self.judged(names[index], samples[names[index]], self.response(text))
 
     def judged(self, name: str, document: Document, response: str) -> Outcome:
-        """A response with all verdicts on it."""
+        """The outcome of a response, with the verdicts of all judges."""
         asked = JUDGEMENT.format(
             kind=self.kind,
             document=document.text + (f"\n\nQuestion: {document.question}" if document.question else ""),

@@ -28,7 +28,7 @@ BITS = (16, 8, 6, 4)
 """As in the paper, where 16 bits are the model as it is."""
 
 ITEMS_AT_ONCE = 128
-"""So many items are scored before their outcomes are kept: enough for batches of answers of equal length."""
+"""Items scored before their outcomes are stored: enough for batches of answers of equal length."""
 
 
 def quantised(values: torch.Tensor, largest: torch.Tensor, bits: int) -> torch.Tensor:
@@ -53,7 +53,7 @@ def quantised_attention(call: AttentionCall, bits: int) -> torch.Tensor:
 
 
 def log_likelihoods(loaded: LoadedModel, items: Sequence[Item], bits: int, batch_tokens: int) -> list[list[float]]:
-    """Of each item's answers, with attention logits of so many bits."""
+    """Log-likelihoods of each item's answers, with attention logits of so many bits."""
     pairs = [pair for item in items for pair in zip(item.contexts, item.continuations, strict=True)]
     attention = watched(loaded.model, partial(quantised_attention, bits=bits)) if bits < 16 else nullcontext()
     with attention:
@@ -92,7 +92,7 @@ class LogitBits(LogitBitsSettings, Probe[Item]):
         return len(loaded.prefix) + max(len(loaded.encode("".join(pair))) for pair in texts)
 
     def measure(self, loaded: LoadedModel, samples: Mapping[str, Item]) -> Iterator[Outcome]:
-        """Has the answers of some questions scored with every number of bits, then those of the next ones."""
+        """Score the answers of a batch of questions with every number of bits, then the next batch."""
         items, dtype = list(samples.values()), str(loaded.model.dtype).removeprefix("torch.")
         for start in range(0, len(items), ITEMS_AT_ONCE):
             batch = items[start : start + ITEMS_AT_ONCE]

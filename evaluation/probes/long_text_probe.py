@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What probes share that measure long texts."""
+"""The base class of probes that measure long texts."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,7 +21,7 @@ class LongTextProbe(LongTextSettings, Probe[S]):
         """The beginnings of the first texts that are long enough, as token ids.
 
         Raises:
-            ValueError: no text is.
+            ValueError: none is.
         """
         beginnings: dict[str, list[int]] = {}
         for name, text in texts(source).items():

@@ -52,7 +52,7 @@ class Math(MathSettings, Probe[Problem]):
         return {name: problems[name] for name in random.Random(f"{self.seed}:math").sample(list(problems), count)}
 
     def prompt(self, loaded: LoadedModel, problem: Problem) -> list[int]:
-        """Token ids of what the model is to complete."""
+        """Token ids of the prompt."""
         if self.chat:
             return loaded.chat(problem.question + INSTRUCTION)
         examples = (LATEX if self.task == "math" else WORDS)[: self.shots]
@@ -64,7 +64,7 @@ class Math(MathSettings, Probe[Problem]):
         return max(len(self.prompt(loaded, sample)) for sample in samples.values()) + self.max_tokens
 
     def measure(self, loaded: LoadedModel, samples: Mapping[str, Problem]) -> Iterator[Outcome]:
-        """Has each problem answered."""
+        """Generate and check an answer to each problem."""
         names = list(samples)
         prompts = [self.prompt(loaded, samples[name]) for name in names]
         stop = () if self.chat else ("Question:",)

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A differential model and the Transformer that it is compared with, made for a probe, with random weights."""
+"""A differential model and its matched Transformer, with random weights, made for a probe."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -37,11 +37,11 @@ class ModelPairProbe(ModelPairSettings, Probe[S]):
 
     @property
     def place(self) -> torch.device:
-        """Where the models are."""
+        """The device of the models."""
         return device(self.device)
 
     def configs(self, **fields: Any) -> dict[str, PretrainedConfig]:
-        """Of the two models, with these fields set otherwise."""
+        """Configurations of the two models, with these fields replaced."""
         make = partial(partial(preset, self.size) if self.size else partial(DiffLlamaConfig, **SMALL), **fields)
         diff = make()
         if self.variant == "v2":
@@ -53,7 +53,7 @@ class ModelPairProbe(ModelPairSettings, Probe[S]):
         return {"transformer": baseline(diff), "diff": diff}
 
     def pair(self, dtype: str, **fields: Any) -> ModelSpec:
-        """Both models, their weights drawn after the same seed, with these fields set otherwise."""
+        """Both models, with weights drawn from the same seed and these fields replaced."""
         configs = self.configs(**fields)
 
         def build(config: PretrainedConfig) -> PreTrainedModel:

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Retrieval of magic numbers of cities from long texts."""
+"""Retrieve the magic numbers of cities from long texts."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from diffllama.evaluation.settings import NeedlesSettings
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt, and the condition that its answer counts in."""
+    """A prompt, and the condition of its answer."""
 
     prompt: Prompt
     condition: dict[str, Any]
@@ -76,7 +76,7 @@ class Needles(NeedlesSettings, Probe[Task]):
         }
 
     def answer_tokens(self, loaded: LoadedModel, queries: int) -> int:
-        """Tokens at which an answer with so many numbers is cut off."""
+        """Most tokens of an answer with so many numbers."""
         return queries * len(loaded.encode(" 1234567 and")) + 4
 
     def tokens_at_once(self, loaded: LoadedModel, samples: Mapping[str, Task]) -> int:
@@ -84,7 +84,7 @@ class Needles(NeedlesSettings, Probe[Task]):
         return max(self.length) + max(self.answer_tokens(loaded, queries) for _, queries in self.pairs().values())
 
     def measure(self, loaded: LoadedModel, samples: Mapping[str, Task]) -> Iterator[Outcome]:
-        """Has each prompt answered, in one line."""
+        """Generate an answer of one line to each prompt."""
         for queries in sorted({queries for _, queries in self.pairs().values()}):
             names = [name for name, task in samples.items() if len(task.prompt.numbers) == queries]
             prompts = [loaded.prefix + loaded.encode(samples[name].prompt.text) for name in names]

@@ -21,16 +21,16 @@ from diffllama.evaluation.settings import OutliersSettings
 
 
 RANKS = (1, 2, 3, 10, 100)
-"""Which of the largest magnitudes the report names."""
+"""Ranks of the largest magnitudes in the report."""
 
 DROPPED_BITS = 16
-"""So many last bits of a float32 are not counted apart: a sign bit, 8 bits of exponent and 7 of mantissa are left."""
+"""Last bits of a float32 that the histogram ignores: the sign, 8 bits of exponent and 7 of mantissa are left."""
 
 BINS = 1 << (31 - DROPPED_BITS)
 
 
 class Magnitudes:
-    """The largest of many absolute values, and how many have which leading bits.
+    """The largest of many absolute values, and a histogram by leading bits.
 
     Attributes:
         top: the largest, at most `max(RANKS)` of them, in descending order; exact, in float32.
@@ -69,7 +69,7 @@ class Magnitudes:
         return {f"top-{rank}": self.top[rank - 1].item() for rank in RANKS} | {"median": self.median}
 
     def detail(self) -> dict[str, list[Any]]:
-        """As JSON keeps it: the arguments that make it again."""
+        """For JSON: the arguments that recreate it."""
         bits = self.counts.nonzero()[:, 0]
         return {"top": self.top.tolist(), "bits": bits.tolist(), "counts": self.counts[bits].tolist()}
 
@@ -129,7 +129,7 @@ class Outliers(OutliersSettings, Probe[list[int]]):
         return dict(islice(samples.items(), pieces))
 
     def measure(self, loaded: LoadedModel, samples: Mapping[str, list[int]]) -> Iterator[Outcome]:
-        """Keeps of each piece what adds up to the report."""
+        """The magnitudes of each piece, which `rows` adds up."""
         for name, ids in samples.items():
             by_kind = magnitudes(loaded.model, loaded.tensor(ids))
             yield Outcome(name, [], {kind: kind_magnitudes.detail() for kind, kind_magnitudes in by_kind.items()})

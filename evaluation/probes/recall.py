@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Loss of the tokens that the context has shown before, and of the others."""
+"""Loss of tokens that repeat an n-gram of their context, and of other tokens."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -89,7 +89,7 @@ class Recall(RecallSettings, LongTextProbe[Text]):
             )
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
-        """Averages, and as `tokens` how many tokens they are of."""
+        """Averages, and as `tokens` the number of tokens behind them."""
         rows = super().rows(measured)
         for row in rows:
             weights = [

@@ -59,7 +59,7 @@ class PowerLaw:
         return self.a * x**-self.b + self.c
 
     def inverse(self, loss: float) -> float:
-        """Where the loss is that; infinite if it never is."""
+        """The x at which the law has this loss; infinite if it never has."""
         if loss <= self.c:
             return math.inf
         with np.errstate(over="ignore", divide="ignore"):
@@ -83,7 +83,7 @@ class Curve:
     sizes: list[float]
 
     def measure(self) -> list[Measurement]:
-        """Both laws, and for each size of a DIFF the Transformer of equal loss."""
+        """Fit both laws, and for each size of a DIFF find the Transformer of equal loss."""
         laws = {name: PowerLaw.fit(points, self.irreducible) for name, points in self.points.items()}
         measurements = []
         for name, law in laws.items():
@@ -100,7 +100,7 @@ class Curve:
         return measurements
 
     def without(self) -> Iterator["Curve"]:
-        """The curve without each of its points."""
+        """The curve with each of its points left out in turn."""
         for name, points in self.points.items():
             for at in range(len(points)):
                 yield replace(self, points=self.points | {name: points[:at] + points[at + 1 :]})

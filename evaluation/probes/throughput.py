@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a differential model is beside the Transformer that it is compared with: tokens per second."""
+"""Throughput of a differential model and its matched Transformer, in tokens per second."""
 
 import platform
 import time
@@ -20,7 +20,7 @@ from diffllama.evaluation.settings import ThroughputSettings
 
 PASSES = ("forward", "forward + backward")
 WARM_UP = 2
-"""So many steps of each kind are not timed."""
+"""Untimed steps of each kind."""
 
 
 def step(model: PreTrainedModel, ids: torch.Tensor, name: str) -> None:
@@ -33,7 +33,7 @@ def step(model: PreTrainedModel, ids: torch.Tensor, name: str) -> None:
 
 
 def check(name: str, model: PreTrainedModel, ids: torch.Tensor) -> None:
-    """What is timed computes something: a finite loss, and finite gradients of every parameter."""
+    """Raise a `ValueError` unless the loss and every parameter's gradient are finite."""
     loss = model(ids, labels=ids, use_cache=False).loss
     loss.backward()
     if not all(one is not None and one.isfinite().all() for one in (loss, *(p.grad for p in model.parameters()))):
@@ -95,7 +95,7 @@ class Throughput(ThroughputSettings, ModelPairProbe[int]):
         return time.perf_counter() - start
 
     def wait(self) -> None:
-        """Until the device has done what it was told."""
+        """Wait until the device is idle."""
         if self.place.type != "cpu":
             torch.accelerator.synchronize(self.place)
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The LM Evaluation Harness: the items and metrics of the tasks in this folder."""
+"""The items and metrics of the LM Evaluation Harness tasks in this folder."""
 
 import logging
 import math
@@ -31,7 +31,7 @@ RANGES: dict[str, tuple[type, float, float]] = {
 """Settings of the probe of needles in `--metadata` -> their type, least and greatest value."""
 
 LISTS = ("length", "depth")
-"""Those that may be a list."""
+"""Settings that may be a list."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 def given(name: str, data: str | None, data_source: dict[str, bool] | None = None) -> Iterator[Source]:
     """The data called `name` of `data`, or of the environment's DIFFLLAMA_DATA, or the built-in sample.
 
-    Errors of who reads them name lm-eval's option.
+    Errors while reading them name lm-eval's option.
 
     Args:
         name: as in `find`.
@@ -163,7 +163,7 @@ def needles(
 
 
 def share_found(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """The share of the numbers asked for that a completion has.
+    """The fraction of the requested numbers found in a completion.
 
     Args:
         doc: a row of `needles`.

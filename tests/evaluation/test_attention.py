@@ -136,7 +136,7 @@ def test_outputs_do_not_change(model: PreTrainedModel, kind: str) -> None:
         assert_close(ours[given.real], true[given.real], 500)
 
 
-def test_what_is_returned_takes_the_place_of_the_output() -> None:
+def test_returned_tensor_replaces_the_output() -> None:
     model, ids = tiny_model(), tokens(1, N)
     with watched(model, lambda call: torch.zeros_like(call.query).transpose(1, 2)):
         nothing = model(ids).logits
@@ -160,7 +160,7 @@ def test_blocks_cover_all_rows_and_are_bounded(block_bytes: int, rows: int, monk
     assert all(call.logits(block).nbytes <= max(block_bytes, 4 * 3 * 2 * 11) for block in blocks)
 
 
-def test_a_query_sees_the_keys_before_it_and_itself() -> None:
+def test_query_attends_causally_without_mask() -> None:
     """Queries 2 and 3 of four, whose scores are all 0: thirds, then quarters."""
     query, key = torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 4, 2)
     value = torch.tensor([[3.0, 0], [3, 0], [3, 0], [3, 12]])[None, None]
@@ -173,7 +173,7 @@ def test_a_query_sees_the_keys_before_it_and_itself() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_model_is_not_watched_afterwards(fails: bool) -> None:
+def test_watched_model_is_restored_afterwards(fails: bool) -> None:
     def look(call: AttentionCall) -> None:
         calls.append(call.layer)
         if fails and call.layer == 1:
@@ -198,7 +198,7 @@ def test_nested_watches_see_one_after_the_other() -> None:
     assert calls == ["inner"] * 2 + ["outer"] * 2
 
 
-def test_the_diffllama_of_transformers_is_to_be_converted() -> None:
+def test_diffllama_of_transformers_is_refused_with_conversion_hint() -> None:
     model = AutoModelForCausalLM.from_config(DiffLlamaConfig(**SIZES))
     implementation = model.config._attn_implementation
     message = r"`diffllama` cannot be measured\. Convert the model: diffllama convert SRC DEST --from transformers"
@@ -207,7 +207,7 @@ def test_the_diffllama_of_transformers_is_to_be_converted() -> None:
     assert model.config._attn_implementation == implementation
 
 
-def test_attention_of_its_own_kind_is_refused() -> None:
+def test_attention_outside_the_interface_is_refused() -> None:
     model = tiny_model()
     model._supports_attention_backend = False
     message = "`diff_llama` does not go through transformers' attention interface"
@@ -220,7 +220,7 @@ def test_attention_of_its_own_kind_is_refused() -> None:
     [(Gemma2Config(**SIZES), "softcap"), (GptOssConfig(**SIZES, num_local_experts=2), "s_aux")],
     ids=["gemma2", "gpt-oss"],
 )
-def test_scores_that_are_changed_are_refused(config: Any, name: str) -> None:
+def test_attention_with_softcap_or_sinks_is_refused(config: Any, name: str) -> None:
     model = plain_model(config)
     with pytest.raises(ValueError, match=f"changes its scores by `{name}`"), watched(model, lambda call: None):
         model(tokens(1, N))

@@ -86,14 +86,14 @@ def test_every_probe_has_its_class_and_says_where_the_paper_has_it(name: str) ->
     ],
     ids=" ".join,
 )
-def test_a_wrong_command_line_is_told_what_is_wrong(arguments: list[str], told: str) -> None:
+def test_wrong_command_line_exits_2_and_names_the_fault(arguments: list[str], told: str) -> None:
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["probe", *arguments])
     assert (result.exit_code, type(result.exception)) == (2, SystemExit)
     assert told in result.output
     assert "Usage: " in result.output
 
 
-def test_what_cannot_be_measured_is_one_line_of_error(
+def test_unmeasurable_input_is_one_line_of_error(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("{")
@@ -119,9 +119,7 @@ def test_what_cannot_be_measured_is_one_line_of_error(
         assert not (tmp_path / "out" / "results.json").exists()
 
 
-def test_a_probe_without_the_extra_says_how_to_install_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_probe_without_extra_names_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("diffllama.evaluation.probes.context", "diffllama.evaluation.figures"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
@@ -132,7 +130,7 @@ def test_a_probe_without_the_extra_says_how_to_install_it(
     assert err.endswith("In a clone of diffllama: pip install '.[eval]'\n")
 
 
-def test_two_models_are_measured_told_and_not_measured_again(
+def test_two_models_are_measured_printed_and_not_measured_again(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, named = tmp_path / "[red] out", tmp_path / "[b]llama"
@@ -165,7 +163,7 @@ def test_two_models_are_measured_told_and_not_measured_again(
     assert call(capsys, *arguments)[:2] == (0, stdout)
 
 
-def test_options_reach_a_probe_that_makes_its_models(
+def test_options_reach_probe_that_makes_its_models(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diffllama.evaluation.probes.model_pair.SMALL", {"num_hidden_layers": 1, "hidden_size": 64})
@@ -180,7 +178,7 @@ def test_options_reach_a_probe_that_makes_its_models(
     }  # fmt: skip
 
 
-def test_an_interruption_leaves_what_was_measured(
+def test_interrupted_command_keeps_samples_and_continues(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = probe_class("context")
@@ -201,7 +199,7 @@ def test_an_interruption_leaves_what_was_measured(
     assert "These are the built-in sample's numbers" in err
 
 
-def test_home_of_data_can_be_set_once(
+def test_data_is_found_by_environment_variable(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DIFFLLAMA_DATA", str(models / "night.txt"))
@@ -216,16 +214,16 @@ def test_home_of_data_can_be_set_once(
         (1e10, "10,000,000,000"), (1e-7, "1e-07"), (float("inf"), "inf"), (float("nan"), "nan"),
     ],
 )  # fmt: skip
-def test_numbers_are_short(number: float, text: str) -> None:
+def test_numbers_are_rounded_for_tables(number: float, text: str) -> None:
     assert rounded(number) == text
 
 
-def test_an_interval_is_shown_where_there_is_one() -> None:
+def test_interval_is_shown_if_there_is_one() -> None:
     assert shown({"mean": 1}) == "1"
     assert shown({"mean": 1, "low": 0.25, "high": 2000}) == "1 [0.25, 2,000]"
 
 
-def test_each_kind_of_cell_has_a_table_with_every_model_and_number() -> None:
+def test_each_kind_of_condition_has_a_table() -> None:
     one = {"mean": 1.0, "low": 0.5, "high": float("nan")}
     report = SimpleNamespace(
         names=["[b]a", "b"],
@@ -253,14 +251,16 @@ def test_each_kind_of_cell_has_a_table_with_every_model_and_number() -> None:
         assert text in capture.get()
 
 
-def test_names_are_as_short_as_tells_them_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_names_stay_distinct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert short(["/models/llama/", "me/diff"]) == ["llama", "diff"]
     assert short(["a/model", "b/model"]) == ["a/model", "b/model"]
     assert short(["."]) == [tmp_path.name]
 
 
-def test_a_model_by_two_names_is_one_model(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_same_model_by_two_names_continues_and_is_not_compared(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = ("--data", models, "--length", 64, "--texts", 1, "--output", tmp_path / "out")
     assert call(capsys, "context", models / "v2", *out)[0] == 0
     assert call(capsys, "context", f"{models / 'v2'}/", *out)[0] == 0  # goes on
@@ -268,16 +268,14 @@ def test_a_model_by_two_names_is_one_model(models: Path, tmp_path: Path, capsys:
     assert (status, "Name two models with --compare" in " ".join(err.split())) == (2, True)
 
 
-def test_texts_longer_than_a_model_has_positions_are_told(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_texts_beyond_the_context_are_noted(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "long.txt").write_text("It was a dark and stormy night. " * 50)
     out = ("--data", tmp_path / "long.txt", "--texts", 1, "--output", tmp_path / "out")
     _, _, err = call(capsys, "context", models / "llama", "--length", 1100, *out)
     assert "1,100 tokens are more than the 1,024 positions of" in err
 
 
-def test_no_cell_loses_its_number_where_there_is_little_room(models: Path, tmp_path: Path) -> None:
+def test_narrow_terminal_truncates_no_number(models: Path, tmp_path: Path) -> None:
     arguments = ["--compare", "llama", "v1", "--data", ".", "--length", "64", "--texts", "2", "--output", tmp_path]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(models)

@@ -15,7 +15,7 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
-def test_a_judge_is_asked_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_with_and_without_key_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeJudge(lambda body, count: "Yes.") as endpoint:
         assert Judge(endpoint.url, "one").ask("Is it so?") == "Yes."
         monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
@@ -28,7 +28,7 @@ def test_a_judge_is_asked_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_judge_that_recovers(status: int) -> None:
+def test_busy_judge_is_retried(status: int) -> None:
     with FakeJudge(lambda body, count: "Yes." if count == 2 else (status, "busy")) as endpoint:
         assert Judge(endpoint.url, "one").ask("?") == "Yes."
 
@@ -41,14 +41,14 @@ def test_a_judge_that_recovers(status: int) -> None:
         ((404, "no such model"), 1, "refuses: 404 Not Found, no such model$"),
     ],
 )
-def test_a_judge_that_refuses(answer: Answer, requests: int, says: str) -> None:
+def test_judge_errors_are_reported_after_retries(answer: Answer, requests: int, says: str) -> None:
     with FakeJudge(lambda body, count: answer) as endpoint, pytest.raises(ConnectionError, match=says):
         Judge(endpoint.url, "one").ask("?")
     assert len(endpoint.bodies) == requests
 
 
 @pytest.mark.parametrize("body", ["<html>", "[]", '{"choices": []}', '{"choices": [{"text": "Yes."}]}', '{"error": 1}'])
-def test_a_reply_that_is_no_completion(body: str) -> None:
+def test_reply_without_completion_is_refused(body: str) -> None:
     with FakeJudge(lambda *_: (200, body)) as endpoint, pytest.raises(ValueError, match="sent no chat completion: "):
         Judge(endpoint.url, "one").ask("?")
 
@@ -58,7 +58,7 @@ def test_a_reply_without_content_is_empty() -> None:
         assert Judge(endpoint.url, "one").ask("?") == ""
 
 
-def test_a_judge_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_judge_times_out_after_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "RETRIES", 1)
     over = threading.Event()
 
@@ -88,7 +88,7 @@ def test_a_judge_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
         "https://host/v1?key=secret",
     ],
 )
-def test_other_addresses_are_refused(url: str) -> None:
+def test_invalid_judge_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="--judge-url must be the base address of an OpenAI-compatible endpoint"):
         Judge(url, "one")
 

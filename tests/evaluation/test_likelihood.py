@@ -41,7 +41,7 @@ def test_continuations_are_scored_as_one_by_one(loaded: LoadedModel, batch_token
         assert found[index] == pytest.approx(whole.sum().item(), rel=1e-5)
 
 
-def test_a_sure_model_gives_its_answer_probability_one() -> None:
+def test_deterministic_model_gives_its_answer_probability_one() -> None:
     loaded = rule_based_lm(lambda question: " 7" if "city" in question else " 8", after="is")
     pairs = [("The city is ", "7"), ("The dog is", " 8"), ("The dog is ", "7")]
     assert dict(continuation_log_probs(loaded, pairs)) == {0: 0.0, 1: 0.0, 2: float("-inf")}
@@ -62,7 +62,7 @@ def test_completions_end_before_the_first_stop_string() -> None:
     assert dict(completions(loaded, prompts[:1], 40, stop=["sun"])) == {0: " a and so on. The end."}
 
 
-def test_a_stop_string_is_one_of_the_completion_alone() -> None:
+def test_stop_string_begun_in_the_prompt_does_not_count() -> None:
     loaded = rule_based_lm(lambda question: "\nb", after="a\n")
     assert dict(completions(loaded, [loaded.encode("a\n")], 9, stop=["\n\n"])) == {0: "\nb"}
 
@@ -82,7 +82,7 @@ def test_whole_words_end_at_a_stop_string_row_by_row() -> None:
     assert max(map(len, calls)) == len(prompts[0]) + 6  # nobody goes on after the last has ended
 
 
-def test_a_checkpoints_own_penalties_do_not_apply() -> None:
+def test_repetition_penalties_of_checkpoint_are_ignored() -> None:
     loaded = rule_based_lm(lambda question: "aaaa", after=": ")
     loaded.model.generation_config.repetition_penalty = 5.0
     loaded.model.generation_config.no_repeat_ngram_size = 2

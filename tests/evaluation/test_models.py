@@ -32,15 +32,15 @@ class TestDigest:
             (tmp_path / "tree" / name).write_text(content)
         return tmp_path / "tree"
 
-    def test_a_files_is_what_sha256sum_says(self, tree: Path) -> None:
+    def test_digest_of_file_is_its_sha256(self, tree: Path) -> None:
         assert digest(tree / "b") == hashlib.sha256(b"2").hexdigest()
 
-    def test_a_folders_is_of_names_and_bytes_in_the_order_of_names(self, tree: Path) -> None:
+    def test_digest_of_folder_is_of_sorted_names_and_bytes(self, tree: Path) -> None:
         content = {"a/c": b"3", "a/d": b"1", "b": b"2"}
         lines = [f"{name}\0{hashlib.sha256(one).hexdigest()}\n" for name, one in content.items()]
         assert digest(tree) == hashlib.sha256("".join(lines).encode()).hexdigest()
 
-    def test_where_a_folder_is_and_what_is_hidden_in_it_make_no_difference(self, tree: Path) -> None:
+    def test_digest_ignores_location_and_hidden_files(self, tree: Path) -> None:
         before = digest(tree)
         (tree / ".hidden").write_text("x")
         (tree / ".git").mkdir()
@@ -62,12 +62,12 @@ class TestDigest:
             (tree / "b").unlink()
         assert digest(tree) != before
 
-    def test_files_that_match_nothing_are_left_out_and_those_that_match_twice_counted_once(self, tree: Path) -> None:
+    def test_digest_counts_each_matching_file_once(self, tree: Path) -> None:
         assert digest(tree, ("b", "x")) == digest(tree, ("*", "b")) != digest(tree)
 
 
 class TestModelSource:
-    def test_facts_change_with_what_the_model_computes_and_with_nothing_else(self, folder: Path) -> None:
+    def test_facts_change_only_with_files_that_determine_the_model(self, folder: Path) -> None:
         source = ModelSource(name=str(folder), dtype="float32", device="cpu")
         facts = source.facts()
         assert facts == {
@@ -87,7 +87,7 @@ class TestModelSource:
         assert len(seen) == 4
 
     @pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.bfloat16), ("float32", torch.float32)])
-    def test_a_model_is_loaded_as_asked_in_evaluation_mode(
+    def test_model_is_loaded_in_dtype_and_evaluation_mode(
         self, dtype: str, expected: torch.dtype, folder: Path
     ) -> None:
         loaded = ModelSource(name=str(folder), dtype=dtype, device="cpu").load()
@@ -97,21 +97,21 @@ class TestModelSource:
         assert loaded.encode("w7 w9") == [7, 9]
         assert loaded.tensor([7, 9]).tolist() == [[7, 9]]
 
-    def test_weights_whose_hash_is_not_taken_are_not_loaded(self, folder: Path) -> None:
+    def test_pickled_weights_are_not_loaded(self, folder: Path) -> None:
         weights = load_file(folder / "model.safetensors")
         torch.save(weights, folder / "pytorch_model.bin")
         (folder / "model.safetensors").unlink()
         with pytest.raises(ValueError, match="model cannot be loaded, with weights in safetensors"):
             ModelSource(name=str(folder), device="cpu").load()
 
-    def test_a_model_that_lacks_weights_is_not_measured_with_random_ones(self, folder: Path) -> None:
+    def test_model_with_missing_weights_is_refused(self, folder: Path) -> None:
         weights = load_file(folder / "model.safetensors")
         del weights["model.norm.weight"]
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ValueError, match=r"lacks 1 of its model's weights: model\.norm\.weight"):
             ModelSource(name=str(folder), device="cpu").load()
 
-    def test_another_models_tokenizer_is_told(self, folder: Path) -> None:
+    def test_tokenizer_larger_than_embeddings_is_refused(self, folder: Path) -> None:
         tiny_loaded_model("llama").tokenizer.save_pretrained(folder)
         with pytest.raises(ValueError, match="97 embeddings for a tokenizer of 257 tokens"):
             ModelSource(name=str(folder), device="cpu").load()
@@ -123,12 +123,12 @@ class TestModelSource:
         assert ModelSource(name=str(folder), device="cpu").facts() == before
 
     @pytest.mark.parametrize("name", ["abacus", "meta", "cuda:99"])
-    def test_a_device_that_does_not_compute_is_told(self, name: str, folder: Path) -> None:
+    def test_unusable_device_is_refused(self, name: str, folder: Path) -> None:
         with pytest.raises(ValueError, match=f"--device: there is no {name} here"):
             ModelSource(name=str(folder), device=name).facts()
 
     @pytest.mark.parametrize("name", ["nowhere", "./no/where", "/no/where", "~/nowhere", "a/b/c", "folder"])
-    def test_a_name_without_a_model_is_told(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_name_without_a_model_is_refused(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "folder").mkdir()
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("HOME", str(tmp_path))
@@ -170,7 +170,7 @@ def test_a_tokenizer_without_a_token_for_the_probed_text_is_refused() -> None:
         _ = LoadedModel(name="a", model=loaded.model, tokenizer=tokenizer).prefix
 
 
-def test_a_prefix_may_be_several_tokens_and_not_the_one_of_beginning() -> None:
+def test_prefix_may_be_several_tokens() -> None:
     loaded, tokenizer = tiny_loaded_model("llama"), tiny_tokenizer()
     special = [("<|user|>", 4), ("<s>", 1), ("</s>", 2)]
     tokenizer._tokenizer.post_processor = TemplateProcessing(single="<|user|> <s> $A </s>", special_tokens=special)

@@ -49,7 +49,7 @@ def only(rows: list[runs.Row]) -> dict[str, Any]:
 
 
 class TestAverage:
-    def test_a_mean_is_weighted(self) -> None:
+    def test_mean_is_weighted(self) -> None:
         row = only(average([outcomes(1, 2, 4, weights=(1, 1, 2), at=7)], seed=0, intervals=False))
         assert row == {"condition": {"at": 7}, "samples": 3, "models": [{"x": {"mean": 11 / 4}}]}
 
@@ -57,7 +57,7 @@ class TestAverage:
         row = only(average([outcomes(*6 * [0.5], weights=(1, 2, 3, 1, 2, 3))], seed=0, intervals=True))
         assert row["models"][0]["x"] == {"mean": 0.5, "low": 0.5, "high": 0.5}
 
-    def test_an_interval_is_of_the_means_of_resamples(self) -> None:
+    def test_interval_is_of_the_means_of_resamples(self) -> None:
         # half of them 1: the mean of six draws is 0 or 1 with probability 1/64 each, and 1/6 or 5/6 with 6/64
         row = only(average([outcomes(0, 1, 0, 1, 0, 1)], seed=0, intervals=True))
         assert row["models"][0]["x"] == {"mean": 0.5, "low": pytest.approx(1 / 6), "high": pytest.approx(5 / 6)}
@@ -68,7 +68,7 @@ class TestAverage:
         means = weighted_means(values, weights, -1)
         assert means.tolist() == [[[0.25, 1], [5, 8], [4.75, 7]]]
 
-    def test_a_difference_is_of_paired_samples(self) -> None:
+    def test_difference_is_of_paired_samples(self) -> None:
         noise = np.random.default_rng(0).normal(size=30).round(3)
         row = only(average([outcomes(*noise), outcomes(*(noise + 1))], seed=0, intervals=True))
         assert row["difference"]["x"] == pytest.approx({"mean": 1, "low": 1, "high": 1})
@@ -83,14 +83,14 @@ class TestAverage:
         assert row["models"] == [{"x": {"mean": 2.5}}, {"x": {"mean": 6.5}}]
         assert row["difference"] == {"x": {"mean": 4}}
 
-    def test_a_weight_of_none_is_not_counted_whatever_the_value(self) -> None:
+    def test_weight_of_zero_is_not_counted(self) -> None:
         counted = outcomes(*6 * [2], float("nan"), weights=(*6 * [1], 0))
         row = only(average([counted], seed=0, intervals=True))
         assert row["samples"] == 6
         assert row["models"][0]["x"] == {"mean": 2, "low": 2, "high": 2}
         assert average([outcomes(1, weights=(0,))], seed=0, intervals=True) == []
 
-    def test_a_cell_that_one_model_lacks_is_left_out(self) -> None:
+    def test_condition_missing_in_one_model_is_left_out(self) -> None:
         one = {name: Outcome(name, outcome.measurements * 2) for name, outcome in outcomes(1, 2, at=1).items()}
         for outcome in one.values():
             outcome.measurements[1] = Measurement({"at": 2}, {"x": 9})
@@ -123,7 +123,7 @@ class TestAverage:
             held += mean["low"] <= 0 <= mean["high"]
         assert 0.91 <= held / 300 <= 0.98  # about 0.94 for 50 samples, give or take 0.014
 
-    def test_an_infinite_loss_has_a_mean_and_warns_of_nothing(self, recwarn: pytest.WarningsRecorder) -> None:
+    def test_infinite_loss_has_a_mean_and_no_warning(self, recwarn: pytest.WarningsRecorder) -> None:
         row = only(average([outcomes(1, 2, float("inf")), outcomes(1, 2, float("inf"))], seed=0, intervals=True))
         assert row["models"][0]["x"]["mean"] == float("inf")
         assert np.isnan(row["difference"]["x"]["mean"])
@@ -179,7 +179,7 @@ LINE = Outcome("a", []).line.encode() + b"\n"
 
 
 class TestRun:
-    def test_what_a_run_writes(self, tmp_path: Path) -> None:
+    def test_run_writes_report_figure_and_samples(self, tmp_path: Path) -> None:
         report = run(Squares(seed=5, count=6), [spec(1, "a"), spec(3, "b")], output=tmp_path)
         assert {*files(tmp_path)} == {"results.json", "figure.png", "samples-1.jsonl", "samples-2.jsonl"}
         assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
@@ -208,7 +208,7 @@ class TestRun:
 
     @pytest.mark.parametrize("after", range(4))
     @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-    def test_a_run_that_broke_off_measures_the_rest_and_reports_the_same(
+    def test_interrupted_run_measures_the_rest_and_reports_the_same(
         self, error: type[BaseException], after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(Broken, "after", after, raising=False)
@@ -222,7 +222,7 @@ class TestRun:
         assert files(tmp_path / "broken") == files(tmp_path / "whole")
         assert told == [("model", done, 4) for done in range(after, 5)]
 
-    def test_a_finished_run_measures_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_finished_run_measures_nothing_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run(Squares(), [spec()], output=tmp_path)
         before = files(tmp_path)
         monkeypatch.setattr(Broken, "after", 0, raising=False)
@@ -275,9 +275,7 @@ class TestRun:
         report = run(Squares(), [named("b")], output=tmp_path / "out", data=tmp_path / "moved")
         assert report.record["versions"]["commit"] == "another"
 
-    def test_the_code_that_computes_is_known_by_its_bytes(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_computed_by_changes_with_code_bytes_alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "a.py").write_text("x = 1")
         (tmp_path / "README.md").write_text("text")
         monkeypatch.setattr(runs.evaluation, "__path__", [str(tmp_path)])
@@ -296,7 +294,7 @@ class TestRun:
 
         run(Squares(), [ModelSpec("a", {}, load)], output=tmp_path / "out")
 
-    def test_what_limits_the_numbers_is_told_before_they_are_measured_and_kept(self, tmp_path: Path) -> None:
+    def test_limitations_are_noted_before_measuring_and_recorded(self, tmp_path: Path) -> None:
         @dataclass(kw_only=True)
         class Long(Squares):
             length: int = 1025
@@ -319,7 +317,7 @@ class TestRun:
             run(Long(length=1024), [spec(tiny_loaded_model("v1"))], output=tmp_path / "b").record["notes"] == told[1:]
         )
 
-    def test_a_second_model_of_another_run_is_told_before_the_first_is_measured(self, tmp_path: Path) -> None:
+    def test_foreign_samples_of_second_model_are_refused_before_loading_the_first(self, tmp_path: Path) -> None:
         run(Squares(), [spec(0), spec(1)], output=tmp_path)
         (tmp_path / "samples-1.jsonl").unlink()
         with pytest.raises(ValueError, match=r"samples-2\.jsonl .* differs in model\.sha256"):
@@ -328,13 +326,13 @@ class TestRun:
     @pytest.mark.parametrize(
         "content", [b"hello\n", b'{"probe": "squares"}\n{}\n', b"\xff\n", b"{}\n7\n", b"7\n" + LINE]
     )
-    def test_a_file_that_is_something_else_is_refused_and_left(self, content: bytes, tmp_path: Path) -> None:
+    def test_foreign_samples_file_is_refused_and_unchanged(self, content: bytes, tmp_path: Path) -> None:
         (tmp_path / "samples-1.jsonl").write_bytes(content)
         with pytest.raises(ValueError, match=r"samples-1\.jsonl has .* Name another folder with --output"):
             run(Squares(), [spec()], output=tmp_path)
         assert files(tmp_path) == {"samples-1.jsonl": content}
 
-    def test_a_run_that_measured_nothing_is_in_nobodys_way(self, tmp_path: Path) -> None:
+    def test_run_without_samples_does_not_block_another(self, tmp_path: Path) -> None:
         run(Squares(), [spec()], output=tmp_path / "whole")
         with pytest.raises(FileNotFoundError):
             run(Squares(count=3), [ModelSpec("a", {}, lambda: Path("nowhere").read_text())], output=tmp_path / "out")
@@ -348,9 +346,7 @@ class TestRun:
             run(Squares(), [spec()], output=tmp_path / "out")
         assert (tmp_path / "out").read_text() == "mine"
 
-    def test_a_folder_that_cannot_be_written_is_told_before_a_model_is_loaded(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_unwritable_folder_is_refused_before_loading(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(self: Path, content: bytes) -> int:
             raise PermissionError(13, "Permission denied", str(self))
 
@@ -359,7 +355,7 @@ class TestRun:
             run(Squares(), [ModelSpec("a", {}, lambda: pytest.fail("loaded"))], output=tmp_path)
 
     @pytest.mark.parametrize("name", ["results.json", "figure.png"])
-    def test_a_file_appears_complete_or_not_at_all(
+    def test_report_files_appear_complete_or_not_at_all(
         self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def half(self: Path, content: bytes, write: Any = Path.write_bytes) -> int:
@@ -381,7 +377,9 @@ class TestRun:
         fails()
         assert (tmp_path / name).read_bytes() == before
 
-    def test_numbers_are_written_though_the_figure_fails(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_results_are_written_even_if_the_figure_fails(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def draw(self: Squares, report: Report, figure: Any) -> None:
             raise ZeroDivisionError
 
@@ -404,7 +402,7 @@ class TestRun:
         run(Squares(), [ModelSpec(name, {}, load) for name in "ab"], output=tmp_path)
         assert len(alive) == 2
 
-    def test_json_is_valid_though_a_number_is_none_and_a_run_goes_on_with_it(
+    def test_nan_and_infinity_give_valid_json_and_a_run_continues(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def measure(self: Squares, loaded: Any, samples: Mapping[str, int]) -> Iterator[Outcome]:
@@ -440,7 +438,7 @@ class TestSampleStore:
                 store.add(Outcome(name, [Measurement({"at": (1, 2)}, {"x": 1 / 3}, 0.1)], {"text": "日本\r\n"}))
         return store.outcomes
 
-    def test_a_file_cut_at_any_byte_is_gone_on_with(self, tmp_path: Path) -> None:
+    def test_samples_truncated_at_any_byte_are_completed(self, tmp_path: Path) -> None:
         file = tmp_path / "samples.jsonl"
         outcomes = self.whole(file)
         content = file.read_bytes()
@@ -458,7 +456,7 @@ class TestSampleStore:
         assert measured["α"] == Outcome("α", [Measurement({"at": [1, 2]}, {"x": 1 / 3}, 0.1)], {"text": "日本\r\n"})
 
 
-def test_averages_over_a_field_are_of_each_unit_by_itself() -> None:
+def test_averages_over_a_field_are_per_unit() -> None:
     conditions = [{"length": length, "depth": depth} for length in (1, 2) for depth in (0.0, 0.5)]
     outcomes = {
         f"{number} {text}": Outcome(f"{number} {text}", [Measurement(condition, {"x": number + 10.0 * (text == "b")})])

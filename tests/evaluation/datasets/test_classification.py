@@ -72,7 +72,7 @@ def test_clinc_without_what_is_out_of_scope(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("task", get_args(ClassificationTask))
-def test_a_byte_order_mark_is_no_text(task: ClassificationTask, tmp_path: Path) -> None:
+def test_byte_order_mark_is_skipped(task: ClassificationTask, tmp_path: Path) -> None:
     built_in = find(task.removesuffix("-fine"), None)
     for file in built_in.path.iterdir():
         (tmp_path / file.name).write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
@@ -151,7 +151,7 @@ def test_answers_are_the_models_if_they_are_classes() -> None:
     assert answered(long_answers, ["timer", "time", "time ta", "date"], labels) == ["timer", "time", "time ta", "date"]
 
 
-def test_a_model_that_prefers_the_impossible_is_forced_to_a_class() -> None:
+def test_impossible_preferences_are_forced_to_a_class() -> None:
     # at any place z is likeliest, then the latest letter of the alphabet: of t(ar), t(ea) and a(le) it goes to t, e
     alphabet = byte_tokenizer()
     logits = {alphabet.encode(letter)[0]: float(ord(letter)) for letter in "abcdefghijklmnopqrstuvwxyz"}
@@ -159,7 +159,7 @@ def test_a_model_that_prefers_the_impossible_is_forced_to_a_class() -> None:
     assert answered(loaded, ["what", "why not"], ["tar", "ale", "tea"]) == ["tea", "tea"]
 
 
-def test_scores_that_are_no_numbers_make_no_class() -> None:
+def test_nan_scores_make_no_class() -> None:
     tokenizer = byte_tokenizer()
     model = RuleBasedLM(lambda _: dict.fromkeys(range(257), float("nan")), len(tokenizer)).eval()
     with pytest.raises(ValueError, match=r"not numbers \(NaN\) in float32\. Try another --dtype"):
@@ -171,7 +171,7 @@ def test_one_class_needs_no_model() -> None:
     assert answered(loaded, ["a", "b"], ["only"]) == ["only", "only"]
 
 
-def test_classes_that_the_tokenizer_does_not_tell_apart() -> None:
+def test_classes_with_a_common_token_prefix_are_refused() -> None:
     loaded = rule_based_lm(lambda _: "", "")
     with pytest.raises(ValueError, match="tokenizer of rule_based_lm does not tell the classes time and timer apart"):
         option_ids(loaded, ":", {"date": "date", "timer": "timer", "time": "time"})

@@ -17,7 +17,7 @@ class TestFind:
         assert source == Source(SAMPLES / "novels", built_in=True)
         assert source.facts() == {"path": "built-in novels", "sha256": digest(SAMPLES / "novels")}
 
-    def test_a_folder_of_data_sets_is_as_good_as_the_data_set_or_its_file(self, tmp_path: Path) -> None:
+    def test_data_may_be_file_dataset_or_folder_of_datasets(self, tmp_path: Path) -> None:
         folder = tmp_path / "novels"
         folder.mkdir()
         (folder / "a.txt").write_text("a")
@@ -26,11 +26,11 @@ class TestFind:
         assert find("others", tmp_path) == Source(tmp_path, built_in=False)
         assert find("novels", tmp_path).facts() == {"path": str(folder), "sha256": digest(folder)}
 
-    def test_home_is_understood(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_tilde_in_path_is_expanded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOME", str(tmp_path))
         assert find("novels", Path("~")).path == tmp_path
 
-    def test_what_is_not_there_is_told(self, tmp_path: Path) -> None:
+    def test_missing_data_and_sample_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(
             FileNotFoundError, match=r"nowhere does not exist\. Name a file or folder with novels with --"
         ):
@@ -64,7 +64,7 @@ class TestReadText:
 
     @pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.bz2"])
     @pytest.mark.parametrize("kept", [0.4, 0.9])
-    def test_a_compressed_file_that_was_cut_off_is_told(self, name: str, kept: float, tmp_path: Path) -> None:
+    def test_truncated_archive_is_refused(self, name: str, kept: float, tmp_path: Path) -> None:
         pack = {".gz": gzip.compress, ".bz2": bz2.compress}[Path(name).suffix]
         content = pack(self.TEXT.encode() * 100)
         (tmp_path / name).write_bytes(content[: int(kept * len(content))])
@@ -72,12 +72,12 @@ class TestReadText:
             read_text(tmp_path / name)
 
     @pytest.mark.parametrize(("name", "content"), [("a.txt", b"\xff\xfe"), ("a.txt.gz", b"hello"), ("a.bz2", b"hello")])
-    def test_what_is_no_text_is_told(self, name: str, content: bytes, tmp_path: Path) -> None:
+    def test_file_that_is_no_text_is_refused(self, name: str, content: bytes, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=f"{name} cannot be read as text"):
             read_text(tmp_path / name)
 
-    def test_a_file_that_is_not_there_is_not_found(self, tmp_path: Path) -> None:
+    def test_missing_file_raises_file_not_found(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError):
             read_text(tmp_path / "a.txt")
 
@@ -118,12 +118,12 @@ class TestReadRows:
             ("rows.csv", f"a,b\n1,{'2' * 200_000}", "is not CSV: field larger"),
         ],
     )
-    def test_other_files_are_told(self, name: str, content: str, told: str, tmp_path: Path) -> None:
+    def test_malformed_rows_file_is_refused(self, name: str, content: str, told: str, tmp_path: Path) -> None:
         (tmp_path / name).write_text(content)
         with pytest.raises(ValueError, match=f"{name} {told}"):
             read_rows(tmp_path / name)
 
-    def test_a_field_that_a_row_lacks_is_told(self, tmp_path: Path) -> None:
+    def test_missing_field_is_refused_with_the_fields_there_are(self, tmp_path: Path) -> None:
         assert field({"a": 1}, "a", tmp_path) == 1
         with pytest.raises(ValueError, match="has a row without `b`: it has a, c"):
             field({"a": 1, "c": 2}, "b", tmp_path)
@@ -141,31 +141,31 @@ class TestTexts:
         ]  # fmt: skip
         assert texts(Source(tmp_path / "b.txt", built_in=False)) == {"b.txt": "two"}
 
-    def test_a_folder_without_texts_is_told(self, tmp_path: Path) -> None:
+    def test_folder_without_texts_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"has no text: no \.txt file"):
             texts(Source(tmp_path, built_in=False))
         (tmp_path / "a.jsonl").write_text('{"story": ""}')
         with pytest.raises(ValueError, match=r"a\.jsonl has a row without `text`: it has story"):
             texts(Source(tmp_path, built_in=False))
 
-    def test_hidden_files_are_no_texts_as_they_are_not_in_the_hash(self, tmp_path: Path) -> None:
+    def test_hidden_files_are_no_texts(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("a")
         (tmp_path / "._a.txt").write_text("b")
         assert texts(Source(tmp_path, built_in=False)) == {"a.txt": "a"}
 
 
 class TestTextField:
-    def test_a_text_is_taken_whatever_its_letters(self) -> None:
+    def test_text_with_any_letters_is_accepted(self) -> None:
         assert text_field({"a": "λ 🙂"}, ("b", "a"), Path("f")) == "λ 🙂"
 
     @pytest.mark.parametrize("value", [5, None, ["a"], "", " \n", "half \ud83d"])
-    def test_anything_else_is_told_with_its_file(self, value: object) -> None:
+    def test_value_that_is_no_text_is_refused_with_its_file(self, value: object) -> None:
         with pytest.raises(ValueError, match=r"f\.json has a row in which a is not a text: "):
             text_field({"a": value}, "a", Path("f.json"))
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
-def test_a_byte_order_mark_is_no_text(name: str, tmp_path: Path) -> None:
+def test_byte_order_mark_is_skipped(name: str, tmp_path: Path) -> None:
     content = {"a.txt": "x", "a.jsonl": '{"text": "x"}\n \n', "a.csv": "text\nx\n"}[name]
     (tmp_path / name).write_text(content, encoding="utf-8-sig")
     if name == "a.txt":
@@ -174,7 +174,7 @@ def test_a_byte_order_mark_is_no_text(name: str, tmp_path: Path) -> None:
         assert read_rows(tmp_path / name) == [{"text": "x"}]
 
 
-def test_a_false_archive_is_told(tmp_path: Path) -> None:
+def test_file_that_is_no_archive_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt.zip").write_text("no archive")
     with pytest.raises(ValueError, match=r"a\.txt\.zip cannot be read as text"):
         read_text(tmp_path / "a.txt.zip")

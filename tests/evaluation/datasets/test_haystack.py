@@ -24,7 +24,7 @@ def haystack(text: str = TEXT, length: int = 2000) -> Haystack:
     data=st.data(),
     seed=st.text(max_size=3),
 )
-def test_a_prompt_keeps_what_it_promises(
+def test_prompt_has_length_needles_and_depth_asked_for(
     length: int, depth: float, needles: int, data: st.DataObject, seed: str
 ) -> None:
     queries = data.draw(st.integers(1, needles))
@@ -72,7 +72,7 @@ def test_another_seed_is_another_prompt() -> None:
         ("", 0.0),
     ],
 )
-def test_an_answer_counts_by_the_numbers_in_it(completion: str, share: float) -> None:
+def test_fraction_found_of_completions(completion: str, share: float) -> None:
     prompt = haystack().prompt(length=900, depth=0, needles=2, queries=2, seed="a")
     object.__setattr__(prompt, "numbers", ["1234567", "7654321"])
     assert prompt.fraction_found(completion) == share
@@ -104,7 +104,7 @@ def test_depth_is_of_the_text_and_not_of_its_sentences() -> None:
         assert (first - start) / (end - start - (last - first)) == pytest.approx(0.5, abs=0.05)
 
 
-def test_a_part_that_begins_with_a_sentence_too_long_begins_with_the_next() -> None:
+def test_sentence_longer_than_budget_is_skipped() -> None:
     text = haystack("".join([f"{'long ' * 200}end. ", "Short. "]))
     for seed in "abcdef":
         prompt = text.prompt(length=400, depth=0, needles=1, queries=1, seed=seed)

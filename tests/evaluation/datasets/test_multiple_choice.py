@@ -95,7 +95,7 @@ def test_the_built_in_sample_is_enough_for_five_shots(task: str) -> None:
         ("copa", SEA, "There is no task copa. There are: arc_challenge, "),
     ],
 )
-def test_a_wrong_row_is_named(task: str, row: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_malformed_row_is_refused_by_name(task: str, row: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         read(task, made(tmp_path, task, row))
 
@@ -109,13 +109,13 @@ def test_a_wrong_row_is_named(task: str, row: dict[str, Any], message: str, tmp_
         (HELLASWAG.replace("1", "B"), "`gold` of hellaswag:0 must be from 0 to 3, got 'B'"),
     ],
 )
-def test_a_wrong_file_of_hellaswag_is_named(content: str, message: str, tmp_path: Path) -> None:
+def test_malformed_hellaswag_file_is_refused(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "hellaswag_val_full.txt").write_text(content)
     with pytest.raises(ValueError, match=rf"hellaswag_val_full\.txt.*{message}"):
         read("hellaswag", Source(tmp_path, built_in=False))
 
 
-def test_a_folder_without_the_task_is_named(tmp_path: Path) -> None:
+def test_folder_without_the_task_is_refused(tmp_path: Path) -> None:
     for task in ("boolq", "hellaswag"):
         with pytest.raises(FileNotFoundError, match=rf"{tmp_path} has no {task}.*--data"):
             read(task, Source(tmp_path, built_in=False))

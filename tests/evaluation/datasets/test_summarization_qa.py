@@ -64,7 +64,7 @@ def test_prompts_of_ircot(tmp_path: Path) -> None:
         ("other.jsonl", "{}", "has no qasper.jsonl or test.jsonl or validation.jsonl or dev.json"),
     ],
 )
-def test_files_of_another_form_are_refused(name: str, content: str, says: str, tmp_path: Path) -> None:
+def test_malformed_files_are_refused(name: str, content: str, says: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises((ValueError, FileNotFoundError), match=says):
         read("qasper", Source(tmp_path, False))

@@ -82,7 +82,7 @@ def test_other_rows_of_that_form(tmp_path: Path) -> None:
         ("mawps", "a.csv", "Question,Numbers,Answer\nnumber1,2,1", "more numbers than its `Numbers`: number1"),
     ],
 )
-def test_files_of_another_form_are_refused(task: str, name: str, content: str, says: str, tmp_path: Path) -> None:
+def test_malformed_files_are_refused(task: str, name: str, content: str, says: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises((ValueError, FileNotFoundError), match=says):
         read(task, Source(tmp_path, False))

@@ -168,7 +168,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_made_for_all_pairs_of_tokens_nor_for_all_words(kind: str) -> None:
+def test_no_tensor_has_all_token_pairs_or_all_logits(kind: str) -> None:
     """The largest tensors are the padded queries, n × 8 × 16, or the inner states of the MLP, n × 96."""
     loaded, n = tiny_loaded_model(kind), 1000
     with Largest() as largest:
@@ -191,7 +191,7 @@ def test_shares_of_two_models_differ_by_lambda_and_sum_to_one(tmp_path: Path) ->
     assert row["models"][1]["noise"]["mean"] < 0
 
 
-def test_a_length_that_holds_no_text_is_refused(tmp_path: Path) -> None:
+def test_length_too_short_for_a_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="50 tokens do not hold the question"):
         run_probe(AttentionToAnswer(length=50), tiny_loaded_model("llama"), output=tmp_path)
 
@@ -203,7 +203,7 @@ def test_data_without_text_is_refused(tmp_path: Path) -> None:
         run_probe(AttentionToAnswer(), tiny_loaded_model("llama"), output=tmp_path / "out", data=empty)
 
 
-def test_a_tokenizer_that_does_not_know_places_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_without_offsets_is_refused(tmp_path: Path) -> None:
     loaded = dataclasses.replace(tiny_loaded_model("llama"), tokenizer=ByT5Tokenizer())
     with pytest.raises(ValueError, match="tokenizer of llama does not say where its tokens are"):
         run_probe(AttentionToAnswer(), loaded, output=tmp_path)

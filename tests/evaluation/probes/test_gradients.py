@@ -92,7 +92,7 @@ def by_hand(model: PreTrainedModel, batches: torch.Tensor) -> list[dict[str, tor
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_training_is_that_of_a_plain_loop(variant: str, tmp_path: Path) -> None:
+def test_training_equals_a_plain_loop(variant: str, tmp_path: Path) -> None:
     report = measured(tmp_path, variant=variant, steps=3, learning_rate=1e-2)
     probe = report.probe
     pair: Pair = probe.specs()[0].load()
@@ -147,13 +147,13 @@ def test_measured_steps(steps: int, expected: list[int]) -> None:
     assert made(steps=steps).measured_steps == expected
 
 
-def test_texts_that_are_too_short(tmp_path: Path) -> None:
+def test_too_short_texts_are_refused(tmp_path: Path) -> None:
     for size in (0, 15):
         (tmp_path / "1.txt").write_text("a" * size)
         with pytest.raises(ValueError, match=rf" {size} bytes of text.*--data.*--length"):
             measured(tmp_path / "out", tmp_path / "1.txt", length=16)
 
 
-def test_there_is_no_such_size() -> None:
+def test_unknown_size_is_refused() -> None:
     with pytest.raises(ValueError, match=r"No preset '7b'\. Known: 3b, 830m"):
         made(size="7b").specs()

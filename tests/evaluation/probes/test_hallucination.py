@@ -61,7 +61,7 @@ def birds(tmp_path: Path) -> Path:
     return file
 
 
-def test_the_share_of_summaries_that_the_document_supports(birds: Path, tmp_path: Path, endpoint: FakeJudge) -> None:
+def test_accuracy_is_fraction_of_supported_summaries(birds: Path, tmp_path: Path, endpoint: FakeJudge) -> None:
     report = measured(tmp_path, summariser(14), data=birds, judge_url=endpoint.url, max_tokens=40)
     assert [row["condition"] for row in report.rows] == [{"judge": "gpt-4o"}]
     assert report.rows[0]["samples"] == 8
@@ -80,7 +80,7 @@ def test_the_share_of_summaries_that_the_document_supports(birds: Path, tmp_path
     assert not [file for file in tmp_path.iterdir() if b"secret" in file.read_bytes()]
 
 
-def test_judges_that_differ(birds: Path, tmp_path: Path, endpoint: FakeJudge) -> None:
+def test_judges_that_differ_have_accuracy_agreement_and_kappa(birds: Path, tmp_path: Path, endpoint: FakeJudge) -> None:
     """The kind judge finds everything true, the vague one gives no verdict on the first."""
 
     def rule(body: dict[str, Any], count: int) -> Answer:
@@ -106,7 +106,9 @@ def test_judges_that_differ(birds: Path, tmp_path: Path, endpoint: FakeJudge) ->
     assert report.select(judge="strict")[0]["difference"]["accuracy"]["mean"] == pytest.approx(2 / 8)
 
 
-def test_judges_agree_on_documents_that_all_models_respond_to(birds: Path, tmp_path: Path, endpoint: FakeJudge) -> None:
+def test_agreement_is_over_documents_that_all_models_respond_to(
+    birds: Path, tmp_path: Path, endpoint: FakeJudge
+) -> None:
     """One model says nothing of the last two documents, the other says of all what is true of the first."""
     endpoint.rule = lambda body, count: "Conclusion: True" if body["model"] == "kind" else strict(body, count)
     other = rule_based_lm(lambda text: "\nThere are 10 birds.\n\n", after="\n\nSummary:")
@@ -119,7 +121,7 @@ def test_judges_agree_on_documents_that_all_models_respond_to(birds: Path, tmp_p
         assert mean(report, model, judge="all judges") == pytest.approx(expected)
 
 
-def test_a_judge_asked_twice(birds: Path, tmp_path: Path, endpoint: FakeJudge) -> None:
+def test_same_judge_named_twice_is_numbered_and_compared(birds: Path, tmp_path: Path, endpoint: FakeJudge) -> None:
     endpoint.rule = lambda body, count: f"Conclusion: {count % 2 == 0 or 'There are 10' in str(body)}"
     judges = ["one", "one"]
     report = measured(tmp_path, summariser(99), data=birds, judge_url=endpoint.url, judge_model=judges, max_tokens=40)
@@ -128,7 +130,7 @@ def test_a_judge_asked_twice(birds: Path, tmp_path: Path, endpoint: FakeJudge) -
     assert mean(report, judge="all judges")["agreement"] == pytest.approx(1 / 6)
 
 
-def test_a_judge_that_dies_is_asked_only_for_the_rest(birds: Path, tmp_path: Path, endpoint: FakeJudge) -> None:
+def test_judge_failing_midway_is_asked_only_for_the_rest(birds: Path, tmp_path: Path, endpoint: FakeJudge) -> None:
     endpoint.rule = lambda body, count: strict(body, count) if count < 4 else (401, "no credit")
     settings = {"data": birds, "judge_url": endpoint.url, "max_tokens": 40}
     with pytest.raises(ConnectionError, match="refuses: 401 Unauthorized, no credit"):
@@ -175,6 +177,6 @@ def test_chat_templates_keep_every_paragraph(birds: Path, tmp_path: Path, endpoi
         ({"judge_url": "localhost:8000"}, "--judge-url must be the base address"),
     ],
 )
-def test_without_a_judge_nothing_is_generated(settings: dict[str, Any], says: str) -> None:
+def test_missing_or_invalid_judge_is_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Hallucination(**settings)

@@ -46,7 +46,7 @@ def test_classes_take_turns() -> None:
     assert {order[0] for order in orders} == set(examples)  # any class can be the first, and any of its examples
 
 
-def test_a_larger_class_takes_more_turns() -> None:
+def test_larger_class_takes_more_turns() -> None:
     examples = [Example(text, text[0]) for text in ("a0", "a1", "a2", "a3", "a4", "a5", "b0", "b1", "b2")]
     orders = {"".join(one.label for one in alternate(examples, random.Random(seed))) for seed in range(30)}
     assert orders == {"baabaabaa", "abaabaaba", "aabaabaab"}
@@ -76,7 +76,7 @@ def test_all_orders_have_the_same_demonstrations(tmp_path: Path) -> None:
         assert all(here != there for here, there in pairwise(labels)) == (arrangement == "alternating")
 
 
-def test_margins_of_models_that_heed_the_order_or_not_and_interval_of_accuracy_alone(tmp_path: Path) -> None:
+def test_margins_of_models_with_and_without_order_effect(tmp_path: Path) -> None:
     report = run_probe(ShotOrder(length=600), echo(), steady(), output=tmp_path / "out", data=trec(tmp_path))
     assert [row["condition"]["arrangement"] for row in report.rows] == ["random", "alternating"]
     assert {row["condition"]["task"] for row in report.rows} == {"trec"}
@@ -106,7 +106,7 @@ def test_the_margin_by_chance_is_what_shuffled_answers_have() -> None:
     assert by_chance(np.array([[1.0, 0.0], [1.0, 0.0]]), seed=0) == 0
 
 
-def test_models_whose_tokenizers_fit_different_demonstrations(tmp_path: Path) -> None:
+def test_tokenizers_that_fit_different_demonstrations_are_refused(tmp_path: Path) -> None:
     frugal = steady()
     frugal.tokenizer.add_tokens(["Question: question"])
     with pytest.raises(ValueError, match="tokenizers fit different numbers of demonstrations: measure them apart"):

@@ -78,7 +78,7 @@ def test_scale_is_of_all_that_a_sequence_sees() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fine_levels_change_nothing_and_blocks_neither(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fine_quantisation_and_block_size_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_loaded_model(kind).model
     ids = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -101,7 +101,7 @@ def test_fewer_bits_change_answers_more(kind: str) -> None:
     assert 0 < eight < six < four
 
 
-def test_a_model_without_a_preference_chooses_by_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uniform_model_chooses_by_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # -(1 + length) ln 257 is largest for the shortest; divided by the length, for the longest
     (tmp_path / "hellaswag_val_full.txt").write_text("a b\n0\nc\ncc\nccc\ncccc\nd e\n3\ncc\nccc\ncccc\nccccc\n")
 
@@ -116,7 +116,7 @@ def test_a_model_without_a_preference_chooses_by_length(tmp_path: Path, monkeypa
     }
 
 
-def test_scores_that_are_no_numbers_have_no_accuracy(tmp_path: Path) -> None:
+def test_nan_scores_are_refused(tmp_path: Path) -> None:
     loaded = tiny_loaded_model("v1")
     torch.nn.init.constant_(loaded.model.lm_head.weight, float("nan"))
     loaded.model.bfloat16()
@@ -130,6 +130,6 @@ def test_winogrande_and_its_two_contexts(tmp_path: Path, monkeypatch: pytest.Mon
     assert all(one["models"][0]["acc"] == one["models"][0]["acc_norm"] for one in report.rows)
 
 
-def test_there_is_no_such_task(tmp_path: Path) -> None:
+def test_unknown_task_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no task mmlu.*hellaswag"):
         run_probe(LogitBits(task="mmlu"), tiny_loaded_model("v1"), output=tmp_path)

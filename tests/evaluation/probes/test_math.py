@@ -80,7 +80,7 @@ def test_two_solvers_are_compared_on_what_both_solved_or_missed(sums: Path, tmp_
     assert report.rows[0]["difference"]["tokens"] == dict.fromkeys(("mean", "low", "high"), 12.0)
 
 
-def test_a_completion_that_is_cut_off_is_as_long_as_that(sums: Path, tmp_path: Path) -> None:
+def test_truncated_completion_counts_all_its_tokens(sums: Path, tmp_path: Path) -> None:
     loaded = rule_based_lm(lambda text: " 15 or 16" + " hm" * 100, after="\nAnswer:")
     report = measured(tmp_path, loaded, data=sums, shots=0, max_tokens=30)
     assert numbers(report)["all"] == (8, [{"accuracy": 0.125, "stated": 0.0, "tokens": 30.0}])

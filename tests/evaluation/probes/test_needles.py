@@ -65,7 +65,7 @@ def test_only_the_first_line_is_an_answer(tmp_path: Path) -> None:
     assert {outcome.detail["answer"] for outcome in report.outcomes[0].values()} == {" 7."}
 
 
-def test_a_prompt_has_tokens() -> None:
+def test_prompt_length_of_zero_is_refused() -> None:
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["probe", "needles", ".", "--length", "0"])
     assert result.exit_code == 2
     assert "Invalid value for '--length': " in result.output

@@ -55,14 +55,14 @@ def test_magnitudes_add_up_and_survive_json() -> None:
     assert whole.top.tolist() == values.sort(descending=True).values[:100].tolist()
 
 
-def test_infinity_survives_the_file() -> None:
+def test_infinite_magnitude_survives_json() -> None:
     infinite = Magnitudes()
     infinite.add(torch.tensor([1.0, float("inf")]))
     assert Magnitudes(**json.loads(dumps(infinite.detail()))).top.tolist() == [float("inf"), 1.0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_planted_key_and_a_planted_state(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_key_and_state_have_known_magnitudes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 50 tokens two are markers, the 46th and the 49th: 5 + 2 queries see them, in 2 layers and all maps.
 
     The first maps score them 12, the second -3, everything else 0.
@@ -104,7 +104,7 @@ def true_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_magnitudes_are_those_of_all_scores_and_states(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_magnitudes_equal_those_of_all_scores_and_states(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "BLOCK_BYTES", 5000)
     model, ids = tiny_loaded_model(kind).model, tokens(1, 40)
     model.model.rotary_emb.inv_freq.zero_()
@@ -126,7 +126,7 @@ def test_pairs_outside_a_window_are_not_counted() -> None:
     assert found["attention logits"].counts.sum() == 8 * ((1 + 2 + 3 + 17 * 4) + 20 * 21 // 2)
 
 
-def test_no_more_than_a_block_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_one_block_is_observed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 300 queries, keys and 8 maps, ten queries at a time."""
     monkeypatch.setattr(attention, "BLOCK_BYTES", 10 * 8 * 300 * 4)
     sizes: list[int] = []
@@ -189,12 +189,12 @@ def test_all_pieces_count_together(tmp_path: Path) -> None:
     assert sum(counts.values()) == 3 * 8 * 16 * 17 // 2
 
 
-def test_a_length_that_no_text_has_is_refused(tmp_path: Path) -> None:
+def test_length_beyond_all_texts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"No text in .* has 100,000 tokens. Ask for fewer with --length"):
         run_probe(Outliers(length=100_000), tiny_loaded_model("llama"), output=tmp_path)
 
 
-def test_a_model_that_fails_keeps_no_hook_and_is_not_watched() -> None:
+def test_failing_model_keeps_no_hook_and_is_restored() -> None:
     model = tiny_loaded_model("v1").model
     with pytest.raises(IndexError):
         magnitudes(model, torch.full((1, 20), 10_000))

@@ -38,7 +38,7 @@ TRANSFORMER = ("transformer,1,,9", "transformer,4,,5", "transformer,16,,3", "tra
 DIFF = ("diff,1,,5", "diff,4,,3", "diff,16,,2", "diff,64,,1.5", "diff,400,,1.2")  # 4·x^-1/2 + 1: a quarter is enough
 
 
-def test_the_law_that_made_the_losses_is_found_and_turned_round() -> None:
+def test_power_law_fit_and_inverse_are_exact() -> None:
     law = PowerLaw.fit([(4, 5), (16, 3), (64, 2), (256, 1.5)], irreducible=True)
     assert (law.a, law.b, law.c) == pytest.approx((8, 0.5, 1))
     assert (law(1024), law.inverse(1.125)) == pytest.approx((1.25, 4096))
@@ -48,7 +48,7 @@ def test_the_law_that_made_the_losses_is_found_and_turned_round() -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_diff_that_needs_a_quarter(tmp_path: Path) -> None:
+def test_diff_with_a_quarter_of_the_parameters_has_share_one_quarter(tmp_path: Path) -> None:
     report = measured(tmp_path / "out", table(tmp_path, *reversed(TRANSFORMER + DIFF)))
     for name, a in (("transformer", 8), ("diff", 4)):
         (row,) = report.select(law=name)
@@ -75,7 +75,7 @@ def test_the_range_is_of_the_fits_without_a_point(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_loss_that_no_transformer_reaches_is_a_share_of_none(tmp_path: Path) -> None:
+def test_loss_below_the_transformers_limit_has_share_zero(tmp_path: Path) -> None:
     rows = (row.replace("1.2", "0.1").replace("1.5", "0.5") for row in DIFF)
     report = measured(tmp_path / "out", table(tmp_path, *TRANSFORMER, *rows))
     (row,) = report.select(diff=400)
@@ -106,9 +106,7 @@ def test_the_same_tokens_or_the_same_parameters_make_a_curve(kind: str, tmp_path
         assert [share["mean"] for share in shares(report, over).values()] == pytest.approx([0.25] * 5)
 
 
-def test_the_built_in_sample_is_reported_drawn_and_not_fitted_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_built_in_sample_is_reported_and_not_fitted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = measured(tmp_path)
     for over, share in (("parameters", 0.625), ("tokens", 0.64)):
         for found in shares(report, over).values():
@@ -145,19 +143,19 @@ def test_the_built_in_sample_is_reported_drawn_and_not_fitted_again(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_wrong_with_data_is_told(rows: tuple[str, ...], told: str, tmp_path: Path) -> None:
+def test_malformed_losses_are_refused(rows: tuple[str, ...], told: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"losses\.csv .*{told}"):
         measured(tmp_path / "out", table(tmp_path, *rows))
     assert not (tmp_path / "out" / "results.json").exists()
 
 
 @pytest.mark.parametrize("missing", ["architecture", "loss"])
-def test_a_missing_column_is_told(missing: str, tmp_path: Path) -> None:
+def test_missing_column_is_refused(missing: str, tmp_path: Path) -> None:
     header = "architecture,parameters,tokens,loss".replace(missing, "other")
     with pytest.raises(ValueError, match=rf"losses\.csv has a row without `{missing}`"):
         measured(tmp_path / "out", table(tmp_path, *TRANSFORMER, *DIFF, header=header))
 
 
-def test_a_folder_without_losses_is_told(tmp_path: Path) -> None:
+def test_folder_without_losses_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no losses\.csv or losses\.jsonl"):
         measured(tmp_path / "out", tmp_path)

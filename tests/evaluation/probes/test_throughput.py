@@ -104,7 +104,7 @@ def test_both_variants_are_timed_beside_the_same_transformer(size: str | None) -
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_pass_is_what_it_is_called(variant: str) -> None:
+def test_forward_pass_has_no_gradients_and_backward_pass_has(variant: str) -> None:
     model, ids, reached, losses = tiny_model(variant), tokens(1, 8), [], []
     model.model.embed_tokens.weight.register_hook(reached.append)
     model.register_forward_hook(lambda model, inputs, output: losses.append(output.loss.requires_grad))
@@ -116,7 +116,7 @@ def test_a_pass_is_what_it_is_called(variant: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["loss", "gradient", "frozen"])
-def test_a_model_that_computes_nothing_is_not_timed(fault: str) -> None:
+def test_model_without_finite_loss_and_gradients_is_not_timed(fault: str) -> None:
     model = tiny_model("v2")
     check("diff", model, tokens(1, 8))
     weight = model.model.layers[1].self_attn.lambda_proj.weight
@@ -145,6 +145,6 @@ def test_time_on_a_gpu_is_until_it_has_done_its_work() -> None:
     assert work > 2 * told
 
 
-def test_a_size_that_the_paper_does_not_have_is_told(tmp_path: Path) -> None:
+def test_unknown_size_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"No preset '4b'\. Known: 3b, .*13\.1b"):
         measured(tmp_path, size="4b")

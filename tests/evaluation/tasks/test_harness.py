@@ -78,7 +78,7 @@ def original(models: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_model_in_three_guises_has_equal_log_likelihoods(models: Path, original: dict[str, Any]) -> None:
+def test_llama_conversion_and_remote_code_have_equal_log_likelihoods(models: Path, original: dict[str, Any]) -> None:
     package = paper(str(models / "diff"), str(TASKS))
     code = (
         "import sys\nfrom typing import Any\n"
@@ -142,7 +142,7 @@ def test_accuracy_is_of_the_most_likely_answer() -> None:
     assert accuracy_per_character(doc | {"gold": 1}, results) == {"accuracy": 0.0}
 
 
-def test_scores_that_are_no_numbers_have_no_accuracy() -> None:
+def test_nan_scores_are_refused() -> None:
     doc = {"continuations": ["abcd", "e"], "gold": 0}
     for metric in (accuracy, accuracy_per_character):
         for results in ([(math.nan, False)] * 2, [(-4.0, True), (math.nan, False)]):
@@ -156,7 +156,7 @@ def manager(**metadata: Any) -> TaskManager:
     return TaskManager(include_path=str(TASKS), include_defaults=False, metadata=metadata)
 
 
-def test_a_model_that_always_says_yes_is_right_where_yes_is_right() -> None:
+def test_accuracy_of_model_that_always_says_yes() -> None:
     loaded = rule_based_lm(lambda _: " yes", after="Answer:")
     model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer)
     found = simple_evaluate(model=model, tasks=["diffllama_boolq"], task_manager=manager(), bootstrap_iters=0)
@@ -216,7 +216,7 @@ def test_wrong_settings_of_needles_are_refused(name: str, value: Any, says: str,
         needles("1_of_1", **settings)
 
 
-def test_data_are_those_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_of_option_environment_or_sample_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def first(**metadata: Any) -> str:
         return multiple_choice("piqa", **metadata)["test"][0]["contexts"][0]
 
@@ -342,7 +342,7 @@ def test_the_command_line_is_that_of_lm_eval(
 
 
 @pytest.mark.usefixtures("ours_alone")
-def test_data_that_do_not_exist_are_one_line_of_error(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_data_is_one_line_of_error(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--tasks", "diffllama_piqa", "--model_args", f"pretrained={models / 'llama'}", "--metadata", "data=/nil")
     assert call("eval", "run", *options) == 1
     error = capsys.readouterr().err.splitlines()[-1]
@@ -350,9 +350,7 @@ def test_data_that_do_not_exist_are_one_line_of_error(models: Path, capsys: pyte
     assert error.endswith("with --metadata data=PATH.")
 
 
-def test_without_lm_eval_it_is_said_how_to_get_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eval_without_extra_names_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "diffllama.evaluation.tasks.command")
     for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
         monkeypatch.setitem(sys.modules, name, None)
@@ -362,7 +360,7 @@ def test_without_lm_eval_it_is_said_how_to_get_it(
     assert error.endswith("In a clone of diffllama: pip install '.[eval]'")
 
 
-def test_help_and_refusals_of_all_commands_import_none_of_it() -> None:
+def test_help_and_refusals_import_no_heavy_library() -> None:
     code = """
 import sys
 from typer.testing import CliRunner
