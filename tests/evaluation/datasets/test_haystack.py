@@ -16,7 +16,7 @@ def haystack(text: str = TEXT, length: int = 2000) -> Haystack:
     return Haystack([text], TOKENIZER, length)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     length=st.integers(700, 2000),
     depth=st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]),
