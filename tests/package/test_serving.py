@@ -12,7 +12,7 @@ import typer
 import uvicorn
 from starlette.testclient import TestClient
 from transformers.cli.serve import Serve
-from transformers.cli.serving import utils
+from transformers.cli.serving import model_manager, utils
 from typer.testing import CliRunner
 
 from benchmarks.serving import Server, free_port, serve
