@@ -29,7 +29,6 @@ class Case:
         cpu: sizes on the CPU if nothing else is said.
         cuda: sizes on a GPU.
         architectures: to which it applies.
-        without: attention functions that cannot compute it.
         floor: which step's cost by arithmetic is told: see `cost.units`.
     """
 
@@ -41,12 +40,11 @@ class Case:
     cpu: Sizes
     cuda: Sizes
     architectures: tuple[Architecture, ...] = ARCHITECTURES
-    without: tuple[str, ...] = ()
     floor: str | None = None
 
     def applies(self, implementation: Implementation) -> bool:
         """Whether an implementation can do it."""
-        return implementation.architecture in self.architectures and implementation.attention not in self.without
+        return implementation.architecture in self.architectures
 
 
 def processed(setting: Setting) -> int:
@@ -88,7 +86,7 @@ CASES = {
              cpu=(1, [512]), cuda=(8, [2048])),
         Case("generate/continuous", "continuous batching: `generate_batch`",
              step=models.continuous, **GENERATED, cpu=(4, [512]), cuda=(32, [2048]),
-             architectures=("llama", "v1", "v2"), without=("diff_fused",)),
+             architectures=("llama", "v1", "v2")),
     )
 }  # fmt: skip
 """By name."""

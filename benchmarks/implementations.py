@@ -23,7 +23,7 @@ Architecture = Literal["llama", "transformers", "v1", "v2"]
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 NAMES = {"llama": "llama", "transformers": "transformers diffllama", "v1": "ours V1", "v2": "ours V2"}
 
-OURS = ("sdpa", "diff_fused", "flash_attention_2")
+OURS = ("diff_attention", "sdpa", "flash_attention_2")
 """Attention functions that ours are timed with, as far as they are there."""
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -280,8 +280,8 @@ def loads_like(tokenizer: Any, folder: Path, exactly: bool = True) -> bool:
         loaded = AutoTokenizer.from_pretrained(**result_location(folder))
     except Exception:  # of transformers and tokenizers, for whatever it is that is wrong with the files
         return False
-    backends = [getattr(each, "backend_tokenizer", None) for each in (tokenizer, loaded)]
-    if exactly and None not in backends and backends[0].to_str() != backends[1].to_str():
+    first, second = (getattr(each, "backend_tokenizer", None) for each in (tokenizer, loaded))
+    if exactly and first is not None and second is not None and first.to_str() != second.to_str():
         return False
     texts = (SAMPLE_TEXT, " ".join(tokenizer.all_special_tokens) + SAMPLE_TEXT)
     return all(tokenizer(text).input_ids == loaded(text).input_ids for text in texts)

@@ -99,8 +99,8 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         return rows
     try:
         lines = [text] if text.startswith("[") else [line for line in text.split("\n") if line.strip()]
-        rows = [json.loads(line) for line in lines]
-        rows = rows[0] if text.startswith("[") else rows
+        values = [json.loads(line) for line in lines]
+        rows = values[0] if text.startswith("[") else values
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON, nor JSON on each line: {error}") from error
     if not rows or not all(isinstance(row, dict) for row in rows):

@@ -27,7 +27,6 @@ def test_continuous_batching_is_measured_where_there_is_one_call_that_takes_page
     applies = CASES["generate/continuous"].applies
     assert applies(Implementation("v1"))
     assert not applies(Implementation("transformers"))
-    assert not applies(Implementation("v1", "diff_fused"))
     assert CASES["generate/static"].applies(Implementation("transformers"))
 
 

@@ -63,7 +63,7 @@ def test_goal_status_names_every_limit_and_whether_all_are_met(status: GoalStatu
 
 
 def test_goal_status_exists_for_our_implementations_only() -> None:
-    v1, v2 = Implementation("v1"), Implementation("v2", "diff_fused")
+    v1, v2 = Implementation("v1", "diff_attention"), Implementation("v2")
     ratios = {Implementation("llama"): 1.0, Implementation("transformers"): 1.3, v1: 1.2, v2: 1.05}
     statuses = goal_statuses("model/decode", Setting("small", 1, 2048), 2, ratios)
     assert {name: status.met for name, status in statuses.items()} == {v1: False, v2: True}

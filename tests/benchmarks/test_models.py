@@ -46,7 +46,7 @@ def test_a_model_that_computes_something_else_is_refused(
         return lambda *args, **kwargs: (scale * function(*args, **kwargs)[0].roll(1, -1), None)
 
     made = step(case, architecture)
-    functions |= {name: wrong(functions[name]) for name in ("sdpa", "diff_fused")}  # V1's is either
+    functions |= {name: wrong(functions[name]) for name in ("sdpa", "diff_attention")}
     with pytest.raises(CorrectnessError, match=r"differs from plain PyTorch's by|below eager attention's largest"):
         made.check()
 
