@@ -36,9 +36,10 @@ def tests_of(changed: Iterable[Path]) -> set[Path]:
         if path.parts[:2] == ("tests", "support"):
             tests |= {test for test, text in TESTS.items() if path.stem in text}
         else:
-            folder = Path("package") if path.is_relative_to("src/diffllama") else path.parent
-            name = folder.name if path.stem == "__init__" else path.stem.strip("_").lower()
-            mirror = "tests" / folder / f"test_{name}.py"
+            homes = {"src/diffllama": "package", "kernels/torch-ext/diff_attention": "kernels"}
+            folder = homes.get(path.parent.as_posix(), path.parent.as_posix())
+            name = path.parent.name if path.stem == "__init__" else path.stem.strip("_").lower()
+            mirror = Path("tests", folder, f"test_{name}.py")
             tests |= {path, mirror} & TESTS.keys()
     return tests
 
