@@ -399,7 +399,7 @@ def run(
         "data": source.facts() if source else None,
     }
     with locked(output, "name another folder with --output"):
-        report = measured(probe, list(specs), output, source, description, progress, note)
+        report = measure(probe, list(specs), output, source, description, progress, note)
         replace_file(output / "results.json", dumps(report.json(), indent=1) + "\n")
         figure, image = Figure(), io.BytesIO()
         probe.draw(report, figure)
@@ -408,12 +408,12 @@ def run(
     return report
 
 
-def measured(
+def measure(
     probe: Probe,
     specs: Sequence[ModelSpec],
     output: Path,
     source: Source | None,
-    what: dict[str, Any],
+    description: dict[str, Any],
     progress: Progress,
     note: Callable[[str], None],
 ) -> Report:
@@ -424,7 +424,7 @@ def measured(
         notes.append(text)
         note(text)
 
-    header = what | {"computed_by": computed_by(), "versions": versions()}
+    header = description | {"computed_by": computed_by(), "versions": versions()}
     stores = [
         SampleStore(output / f"samples-{number}.jsonl", header | {"model": spec.facts})
         for number, spec in enumerate(specs, 1)
@@ -454,7 +454,7 @@ def measured(
     if probe.intervals and any(row["samples"] < FEWEST for row in rows):
         tell(f"Averages of fewer than {FEWEST} samples have no interval.")
     names = [spec.name for spec in specs]
-    record = what | {"models": facts, "notes": notes, "versions": versions()}
+    record = description | {"models": facts, "notes": notes, "versions": versions()}
     return Report(probe, names, rows, outcomes, record)
 
 

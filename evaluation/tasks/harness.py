@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from datasets import Dataset
 from transformers import AutoTokenizer
@@ -20,18 +20,11 @@ from diffllama.evaluation.datasets.multiple_choice import dataset_name, read
 from diffllama.evaluation.likelihood import likeliest
 from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.probes.needles import Needles
+from diffllama.evaluation.settings import NeedlesSettings
 
 
-RANGES: dict[str, tuple[type, float, float]] = {
-    "length": (int, 1, math.inf),
-    "depth": (float, 0, 1),
-    "samples_per_condition": (int, 1, math.inf),
-    "seed": (int, 0, math.inf),
-}
-"""Settings of the probe of needles in `--metadata` -> their type, least and greatest value."""
-
-LISTS = ("length", "depth")
-"""Settings that may be a list."""
+NUMBERS = ("length", "depth", "samples_per_condition", "seed")
+"""Settings of the probe of needles that `--metadata` may have; their types and ranges are the probe's."""
 
 logger = logging.getLogger(__name__)
 
@@ -115,20 +108,23 @@ def accuracy_per_character(doc: Mapping[str, Any], results: Iterable[tuple[float
 
 
 def setting(name: str, value: Any) -> Any:
-    """A setting of the probe of needles: a number, or a list of them for one of `LISTS`.
+    """Check a setting of the probe of needles: a number or, where the probe takes several, a list of them.
 
     Raises:
-        ValueError: a number is none, of another type or out of range, or the list is empty.
+        ValueError: a number has another type or is out of range, or the list is empty.
     """
-    kind, least, most = RANGES[name]
-    values = value if name in LISTS and isinstance(value, list | tuple) else [value]
-    valid = [type(number) in (int, kind) and least <= number <= most for number in values]  # True is no number
-    if not values or not all(valid):
-        expected = f"a {'whole ' * (kind is int)}number{' or a list of them' * (name in LISTS)}"
-        bounds = f"from {least}" + f" to {most}" * (most < math.inf)
-        raise ValueError(f"--metadata {name} must be {expected}, {bounds}, got {value!r}.")
-    numbers = [kind(number) for number in values]
-    return numbers if name in LISTS else numbers[0]
+    kind, option = get_args(get_type_hints(NeedlesSettings, include_extras=True)[name])
+    (number_type,) = get_args(kind) or (kind,)
+    several = kind is not number_type
+    values = value if several and isinstance(value, list | tuple) else [value]
+    most = math.inf if option.max is None else option.max
+    # True is not a number here
+    if not values or not all(type(number) in (int, number_type) and option.min <= number <= most for number in values):
+        expected = f"a {'whole ' * (number_type is int)}number{' or a list of them' * several}, from {option.min}"
+        expected += f" to {most}" * (most < math.inf)
+        raise ValueError(f"--metadata {name} must be {expected}, got {value!r}.")
+    numbers = [number_type(number) for number in values]
+    return numbers if several else numbers[0]
 
 
 def needles(
@@ -155,7 +151,7 @@ def needles(
         revision=metadata.get("revision", "main"),
         trust_remote_code=metadata.get("trust_remote_code", False),
     )
-    settings = {name: setting(name, metadata[name]) for name in RANGES if name in metadata}
+    settings = {name: setting(name, metadata[name]) for name in NUMBERS if name in metadata}
     probe = Needles(needles=[needles], **settings)
     with given(probe.dataset, data, data_source) as source:
         tasks = probe.samples(source, LoadedModel(name=name, model=None, tokenizer=tokenizer))  # which needs no model

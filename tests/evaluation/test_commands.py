@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from diffllama.cli import app, main
 from diffllama.evaluation.commands import rounded, short, shown, tables
 from diffllama.evaluation.probes import PROBES, probe_class
+from diffllama.evaluation.probes.model_pair import SMALL
 from support.tiny_loaded_models import tiny_loaded_model
 from support.tiny_models import VARIANTS
 
@@ -166,7 +167,8 @@ def test_two_models_are_measured_printed_and_not_measured_again(
 def test_options_reach_probe_that_makes_its_models(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diffllama.evaluation.probes.model_pair.SMALL", {"num_hidden_layers": 1, "hidden_size": 64})
+    for field, value in {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}.items():
+        monkeypatch.setitem(SMALL, field, value)
     options = ("--device", "cpu", "--dtype", "bfloat16", "--variant", "v2", "--length", 4, "--length", 6)
     options += ("--rounds", 2, "--batch", 3, "--seed", 1, "--output", tmp_path)
     status, stdout, err = call(capsys, "throughput", *options)
