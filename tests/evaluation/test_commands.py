@@ -71,7 +71,7 @@ def test_every_probe_has_its_class_and_says_where_the_paper_has_it(name: str) ->
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["nonesuch"], "nonesuch"),
         (["context"], "Name one model, or two with --compare A B"),
@@ -87,10 +87,10 @@ def test_every_probe_has_its_class_and_says_where_the_paper_has_it(name: str) ->
     ],
     ids=" ".join,
 )
-def test_wrong_command_line_exits_2_and_names_the_fault(arguments: list[str], told: str) -> None:
+def test_wrong_command_line_exits_2_and_names_the_fault(arguments: list[str], message: str) -> None:
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["probe", *arguments])
     assert (result.exit_code, type(result.exception)) == (2, SystemExit)
-    assert told in result.output
+    assert message in result.output
     assert "Usage: " in result.output
 
 
@@ -101,7 +101,7 @@ def test_unmeasurable_input_is_one_line_of_error(
     (tmp_path / "broken.jsonl").write_text("{")
     (tmp_path / "empty").mkdir()
     llama, out = models / "llama", ("--output", tmp_path / "out")
-    for arguments, told in {
+    for arguments, message in {
         ("context", "nowhere", *out): "nowhere is not a folder with a config.json",
         ("context", "--compare", llama, "nowhere", *out): "nowhere is not a folder with a config.json",
         ("context", llama, "--data", "nowhere", *out): "nowhere does not exist. Name a file or folder with novels with",
@@ -115,7 +115,7 @@ def test_unmeasurable_input_is_one_line_of_error(
         status, stdout, err = call(capsys, *arguments)
         (line,) = [line for line in err.splitlines() if line.startswith("Error: ")]
         assert (status, stdout) == (1, ""), arguments
-        assert told in line, arguments
+        assert message in line, arguments
         assert err.rstrip().endswith(line)
         assert not (tmp_path / "out" / "results.json").exists()
 

@@ -34,15 +34,15 @@ def test_busy_judge_is_retried(status: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "requests", "says"),
+    ("answer", "requests", "message"),
     [
         ((500, "out of order"), 1 + judge.RETRIES, "refuses: 500 Internal Server Error, out of order"),
         ((401, "wrong key"), 1, "refuses: 401 Unauthorized, wrong key \\(its key is read from .* OPENAI_API_KEY"),
         ((404, "no such model"), 1, "refuses: 404 Not Found, no such model$"),
     ],
 )
-def test_judge_errors_are_reported_after_retries(answer: Answer, requests: int, says: str) -> None:
-    with FakeJudge(lambda body, count: answer) as endpoint, pytest.raises(ConnectionError, match=says):
+def test_judge_errors_are_reported_after_retries(answer: Answer, requests: int, message: str) -> None:
+    with FakeJudge(lambda body, count: answer) as endpoint, pytest.raises(ConnectionError, match=message):
         Judge(endpoint.url, "one").ask("?")
     assert len(endpoint.bodies) == requests
 

@@ -213,14 +213,14 @@ class TestRun:
     ) -> None:
         monkeypatch.setattr(Broken, "after", after, raising=False)
         monkeypatch.setattr(Broken, "error", error)
-        told = []
+        progress = []
         run(Squares(), [spec()], output=tmp_path / "whole")
         with pytest.raises(error):
             run(Broken(), [spec()], output=tmp_path / "broken")
         assert {*files(tmp_path / "broken")} == {"samples-1.jsonl"}
-        run(Squares(), [spec()], output=tmp_path / "broken", progress=lambda *done: told.append(done))
+        run(Squares(), [spec()], output=tmp_path / "broken", progress=lambda *done: progress.append(done))
         assert files(tmp_path / "broken") == files(tmp_path / "whole")
-        assert told == [("model", done, 4) for done in range(after, 5)]
+        assert progress == [("model", done, 4) for done in range(after, 5)]
 
     def test_finished_run_measures_nothing_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run(Squares(), [spec()], output=tmp_path)
@@ -299,10 +299,10 @@ class TestRun:
         class Long(Squares):
             length: int = 1025
 
-        told: list[str] = []
+        notes: list[str] = []
 
         def measure(loaded: Any, samples: Mapping[str, int]) -> Iterator[Outcome]:
-            assert told == [
+            assert notes == [
                 "1,025 tokens are more than the 1,024 positions of model (`max_position_embeddings`), "
                 "which it was not made for."
             ]
@@ -310,11 +310,11 @@ class TestRun:
 
         probe = Long()
         probe.measure = measure  # type: ignore[method-assign]
-        report = run(probe, [spec(tiny_loaded_model("v1"))], output=tmp_path, note=told.append)
-        assert told[1:] == ["Averages of fewer than 6 samples have no interval."]
-        assert report.json()["notes"] == told
+        report = run(probe, [spec(tiny_loaded_model("v1"))], output=tmp_path, note=notes.append)
+        assert notes[1:] == ["Averages of fewer than 6 samples have no interval."]
+        assert report.json()["notes"] == notes
         assert (
-            run(Long(length=1024), [spec(tiny_loaded_model("v1"))], output=tmp_path / "b").record["notes"] == told[1:]
+            run(Long(length=1024), [spec(tiny_loaded_model("v1"))], output=tmp_path / "b").record["notes"] == notes[1:]
         )
 
     def test_foreign_samples_of_second_model_are_refused_before_loading_the_first(self, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ class TestReadRows:
         assert read_rows(tmp_path / f"{name}.gz") == list(self.ROWS)
 
     @pytest.mark.parametrize(
-        ("name", "content", "told"),
+        ("name", "content", "message"),
         [
             ("rows.json", "", "must have JSON objects"),
             ("rows.json", "[]", "must have JSON objects"),
@@ -118,9 +118,9 @@ class TestReadRows:
             ("rows.csv", f"a,b\n1,{'2' * 200_000}", "is not CSV: field larger"),
         ],
     )
-    def test_malformed_rows_file_is_refused(self, name: str, content: str, told: str, tmp_path: Path) -> None:
+    def test_malformed_rows_file_is_refused(self, name: str, content: str, message: str, tmp_path: Path) -> None:
         (tmp_path / name).write_text(content)
-        with pytest.raises(ValueError, match=f"{name} {told}"):
+        with pytest.raises(ValueError, match=f"{name} {message}"):
             read_rows(tmp_path / name)
 
     def test_missing_field_is_refused_with_the_fields_there_are(self, tmp_path: Path) -> None:

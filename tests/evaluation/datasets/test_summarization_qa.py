@@ -45,7 +45,7 @@ def test_prompts_of_ircot(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "says"),
+    ("name", "content", "message"),
     [
         ("test.jsonl", '{"text": "One."}', "without `answer` or `answers` or `summary` or `highlights`: it has text"),
         ("test.jsonl", '{"answer": "One."}', "test.jsonl has a row without `context` or `document` or `article`"),
@@ -64,9 +64,9 @@ def test_prompts_of_ircot(tmp_path: Path) -> None:
         ("other.jsonl", "{}", "has no qasper.jsonl or test.jsonl or validation.jsonl or dev.json"),
     ],
 )
-def test_malformed_files_are_refused(name: str, content: str, says: str, tmp_path: Path) -> None:
+def test_malformed_files_are_refused(name: str, content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises((ValueError, FileNotFoundError), match=says):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         read("qasper", Source(tmp_path, False))
 
 

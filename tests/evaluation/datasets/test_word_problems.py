@@ -52,7 +52,7 @@ def test_other_rows_of_that_form(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "name", "content", "says"),
+    ("task", "name", "content", "message"),
     [
         (
             "gsm8k",
@@ -82,9 +82,9 @@ def test_other_rows_of_that_form(tmp_path: Path) -> None:
         ("mawps", "a.csv", "Question,Numbers,Answer\nnumber1,2,1", "more numbers than its `Numbers`: number1"),
     ],
 )
-def test_malformed_files_are_refused(task: str, name: str, content: str, says: str, tmp_path: Path) -> None:
+def test_malformed_files_are_refused(task: str, name: str, content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises((ValueError, FileNotFoundError), match=says):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         read(task, Source(tmp_path, False))
 
 

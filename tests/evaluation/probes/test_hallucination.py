@@ -170,13 +170,13 @@ def test_chat_templates_keep_every_paragraph(birds: Path, tmp_path: Path, endpoi
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({}, "needs a judge: the base address of an OpenAI-compatible endpoint with --judge-url"),
         ({"judge_url": "http://localhost", "judge_model": []}, "the name of a model there with --judge-model"),
         ({"judge_url": "localhost:8000"}, "--judge-url must be the base address"),
     ],
 )
-def test_missing_or_invalid_judge_is_refused(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_missing_or_invalid_judge_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Hallucination(**settings)

@@ -125,7 +125,7 @@ def test_built_in_sample_is_reported_and_not_fitted_again(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(
-    ("rows", "told"),
+    ("rows", "message"),
     [
         ([], "must have rows"),
         (TRANSFORMER, "has no curve: it needs 3 or more .* of both `transformer` and `diff`"),
@@ -143,8 +143,8 @@ def test_built_in_sample_is_reported_and_not_fitted_again(tmp_path: Path, monkey
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_malformed_losses_are_refused(rows: tuple[str, ...], told: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"losses\.csv .*{told}"):
+def test_malformed_losses_are_refused(rows: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"losses\.csv .*{message}"):
         measured(tmp_path / "out", table(tmp_path, *rows))
     assert not (tmp_path / "out" / "results.json").exists()
 

@@ -198,7 +198,7 @@ def test_needles_need_a_tokenizer_and_room(models: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ("name", "value", "message"),
     [
         *(
             ("depth", value, "a number or a list of them, from 0 to 1")
@@ -213,9 +213,9 @@ def test_needles_need_a_tokenizer_and_room(models: Path) -> None:
         ("data", 1, "a path, such as ./novels"),
     ],
 )
-def test_wrong_settings_of_needles_are_refused(name: str, value: Any, says: str, models: Path) -> None:
+def test_wrong_settings_of_needles_are_refused(name: str, value: Any, message: str, models: Path) -> None:
     settings = {"pretrained": str(models / "llama"), "length": 700, "samples_per_condition": 1} | {name: value}
-    with pytest.raises(ValueError, match=f"^--metadata {name} must be {says}, got {re.escape(repr(value))}"):
+    with pytest.raises(ValueError, match=f"^--metadata {name} must be {message}, got {re.escape(repr(value))}"):
         needles("1_of_1", **settings)
 
 
@@ -305,14 +305,14 @@ MINE = {"task": "mine", "include": str(TASKS / "piqa.yaml")}
 
 
 @pytest.mark.usefixtures("ours_alone")
-@pytest.mark.parametrize("told", ["option", "configuration"])
+@pytest.mark.parametrize("place", ["option", "configuration"])
 def test_tasks_of_the_user_are_found_beside_ours(
-    told: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "mine.yaml").write_text(json.dumps(MINE))  # JSON is YAML
     (tmp_path / "config.yaml").write_text(json.dumps({"include_path": str(tmp_path / "tasks")}))
-    include = ("--include_path", tmp_path / "tasks") if told == "option" else ("--config", tmp_path / "config.yaml")
+    include = ("--include_path", tmp_path / "tasks") if place == "option" else ("--config", tmp_path / "config.yaml")
     options = ("--tasks", "mine,diffllama_boolq", "--model_args", f"pretrained={models / 'llama'}", "--limit", 1)
     assert call("eval", *options, *include) == 0
     out = capsys.readouterr().out
@@ -322,7 +322,7 @@ def test_tasks_of_the_user_are_found_beside_ours(
 
 @pytest.mark.usefixtures("ours_alone")
 @pytest.mark.parametrize(
-    ("arguments", "status", "told"),
+    ("arguments", "status", "message"),
     [
         (["--help"], 0, "usage: lm-eval [-h] COMMAND"),
         (["run", "--help"], 0, "usage: lm-eval run --model <model>"),
@@ -336,11 +336,11 @@ def test_tasks_of_the_user_are_found_beside_ours(
     ],
 )
 def test_the_command_line_is_that_of_lm_eval(
-    arguments: list[str], status: int, told: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call("eval", *arguments) == status
     out, err = capsys.readouterr()
-    assert told in out + err
+    assert message in out + err
     assert "Traceback" not in err
 
 
