@@ -5,7 +5,7 @@
 Usage: python tests/run_changed.py [BRANCH] [PYTEST OPTIONS ...]
 
 A file's tests are in the file that mirrors it: conversion/shards.py in tests/conversion/test_shards.py, README.md in
-tests/test_readme.py; a helper's in the files that import it.
+tests/test_readme.py. What a helper of many tests changes, only all tests show.
 """
 
 import subprocess
@@ -15,8 +15,10 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).parents[1]
-TESTS = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py")}
-"""Test file -> its text."""
+FOLDERS = {"src/diffllama": "package", "kernels/torch-ext/diff_attention": "kernels"}
+"""Folder -> that of its tests, where the names differ."""
+
+TESTS = {path.relative_to(ROOT) for path in ROOT.glob("tests/**/test_*.py")}
 
 
 def changed_files(branch: str) -> list[Path]:
@@ -30,17 +32,12 @@ def changed_files(branch: str) -> list[Path]:
 
 
 def tests_of(changed: Iterable[Path]) -> set[Path]:
-    """The test files of changed files: themselves, those that mirror them, and those that import a helper."""
+    """The test files of changed files: themselves, and those that mirror them."""
     tests: set[Path] = set()
     for path in changed:
-        if path.parts[:2] == ("tests", "support"):
-            tests |= {test for test, text in TESTS.items() if path.stem in text}
-        else:
-            homes = {"src/diffllama": "package", "kernels/torch-ext/diff_attention": "kernels"}
-            folder = homes.get(path.parent.as_posix(), path.parent.as_posix())
-            name = path.parent.name if path.stem == "__init__" else path.stem.strip("_").lower()
-            mirror = Path("tests", folder, f"test_{name}.py")
-            tests |= {path, mirror} & TESTS.keys()
+        folder = Path(FOLDERS.get(path.parent.as_posix(), path.parent))
+        name = path.parent.name if path.stem == "__init__" else path.stem.strip("_").lower()
+        tests |= {path, "tests" / folder / f"test_{name}.py"} & TESTS
     return tests
 
 
