@@ -7,6 +7,7 @@ import pickle
 import shutil
 import signal
 import struct
+import sys
 import tarfile
 import zipfile
 import zlib
@@ -23,6 +24,7 @@ from diffllama.hub_cards import check, checks, export
 from diffllama.hub_cards.findings import Finding, error_lines
 from diffllama.hub_cards.folder_checks import inspect_folder
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
+from support import subprocess_runner
 from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer
 
 
@@ -661,3 +663,21 @@ class TestAllow:
     def test_entry_is_a_file_and_a_rule(self, entry: str, folder: Path) -> None:
         with pytest.raises(ValueError, match="FILE:RULE"):
             check(folder, allow=[entry])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit of memory is Linux's")
+def test_weights_larger_than_the_limit_of_memory_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    size = 3 * 2**30
+    header = json.dumps({"x": {"dtype": "BF16", "shape": [size // 2], "data_offsets": [0, size]}}).encode()
+    with file.open("wb") as opened:
+        opened.write(len(header).to_bytes(8, "little") + header)
+        opened.truncate(8 + len(header) + size)  # a hole in the file
+    code = (
+        "import resource, sys\nfrom pathlib import Path\n"
+        "from diffllama.hub_cards.file_checks import check_safetensors\n"
+        "used = int(Path('/proc/self/statm').read_text().split()[5]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (used + 2**31, used + 2**31))\n"
+        "facts['findings'] = [str(finding) for finding in check_safetensors(Path(sys.argv[1]), 'model.safetensors')]\n"
+    )
+    assert subprocess_runner.run(code, file, environment=os.environ)[0] == {"findings": []}
