@@ -39,7 +39,7 @@ CURVES = {
     "eval_loss": "loss on held-out text",
     "diff_cosine": "cosine of q1 and q2",
     "diff_lambda": "λ",
-    "diff_map_overlap": "share of attention cancelled",
+    "diff_map_overlap": "overlap of the two maps",
 }
 
 

@@ -152,14 +152,14 @@ def test_a_tensor_larger_than_a_shard_has_one_of_its_own(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", 50])
 def test_progress_counts_bytes_up_to_their_total(max_shard_size: int | str, tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     weights = {"a": randoms((3,), torch.float64), "b": randoms(()), "none": randoms((0,)), "c": randoms((9, 2))}
     checkpoint = in_memory(weights)
     write_shards(
-        tmp_path, as_they_are(checkpoint), checkpoint, max_shard_size, progress=lambda *count: told.append(count)
+        tmp_path, as_they_are(checkpoint), checkpoint, max_shard_size, progress=lambda *count: calls.append(count)
     )
-    done = [count for count, _ in told]
-    assert {total for _, total in told} == {24 + 4 + 72}
+    done = [count for count, _ in calls]
+    assert {total for _, total in calls} == {24 + 4 + 72}
     assert 3 <= len(done) <= len(weights)
     assert (done[-1], done) == (24 + 4 + 72, sorted(done))
 

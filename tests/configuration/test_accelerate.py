@@ -24,7 +24,7 @@ FSDP2, ZERO = (sorted(name for name in BY_NAME if kind in name) for kind in ("fs
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Tell:
+def launched(monkeypatch: pytest.MonkeyPatch) -> Tell:
     """Tells this process what `accelerate launch` tells those that it starts."""
 
     def tell(file: str, *options: str) -> None:
@@ -72,15 +72,15 @@ def test_every_key_is_an_option_of_accelerate(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", FSDP2)
-def test_fsdp2_shards_all_and_saves_what_from_pretrained_reads(name: str, told: Tell) -> None:
-    told(name)
+def test_fsdp2_shards_all_and_saves_what_from_pretrained_reads(name: str, launched: Tell) -> None:
+    launched(name)
     plugin = FullyShardedDataParallelPlugin()
     assert plugin.fsdp_version == 2
     assert plugin.reshard_after_forward is True
     assert plugin.state_dict_type.name == "FULL_STATE_DICT"
     assert plugin.cpu_ram_efficient_loading
     assert not plugin.activation_checkpointing
-    told(name, "--fsdp_activation_checkpointing", "true", "--fsdp_state_dict_type", "SHARDED_STATE_DICT")
+    launched(name, "--fsdp_activation_checkpointing", "true", "--fsdp_state_dict_type", "SHARDED_STATE_DICT")
     plugin = FullyShardedDataParallelPlugin()
     assert plugin.activation_checkpointing
     assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
@@ -89,8 +89,8 @@ def test_fsdp2_shards_all_and_saves_what_from_pretrained_reads(name: str, told: 
 @pytest.mark.parametrize("name", FSDP2)
 @pytest.mark.parametrize("of_baseline", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_each_decoder_layer_is_sharded_as_one(name: str, of_baseline: bool, variant: str, told: Tell) -> None:
-    told(name)
+def test_each_decoder_layer_is_sharded_as_one(name: str, of_baseline: bool, variant: str, launched: Tell) -> None:
+    launched(name)
     config = tiny_config(variant)
     model = AutoModelForCausalLM.from_config(baseline(config) if of_baseline else config)
     plugin = FullyShardedDataParallelPlugin()
@@ -99,8 +99,8 @@ def test_each_decoder_layer_is_sharded_as_one(name: str, of_baseline: bool, vari
     assert {name for name, module in model.named_modules() if together(module)} == {"model.layers.0", "model.layers.1"}
 
 
-def test_on_two_machines_each_has_the_whole_model(told: Tell) -> None:
-    told("fsdp2_2x8gpus")
+def test_on_two_machines_each_has_the_whole_model(launched: Tell) -> None:
+    launched("fsdp2_2x8gpus")
     parallel = ParallelismConfig()
     assert (parallel.dp_replicate_size, parallel.dp_shard_size, parallel.total_size) == (2, 8, 16)
     files = [yaml.safe_load(BY_NAME[name].read_text()) for name in FSDP2]
@@ -108,14 +108,14 @@ def test_on_two_machines_each_has_the_whole_model(told: Tell) -> None:
 
 
 @pytest.mark.parametrize("name", ZERO)
-def test_zero_has_its_stage(name: str, told: Tell) -> None:
+def test_zero_has_its_stage(name: str, launched: Tell) -> None:
     variables = environment(launch_arguments(name))
     assert variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == name[len("zero")]
     assert variables.get("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL") == ("true" if "3" in name else None)
     pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
     from accelerate.utils import DeepSpeedPlugin
 
-    told(name)
+    launched(name)
     plugin = DeepSpeedPlugin()
     assert plugin.zero_stage == int(name[len("zero")])
     assert plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] == ("3" in name)

@@ -45,8 +45,8 @@ def write(folder: Path) -> None:
         adapted.merge_and_unload().save_pretrained(folder / f"{variant}-merged")
         tiny_tokenizer().save_pretrained(folder / f"{variant}-merged")
     convert(smollm2_gguf(), folder / "smollm2", source="llama", dtype="float32", verify=False)
-    told = memory(read_config(folder / "smollm2"), context=1)
-    (folder / "memory.json").write_text(json.dumps({"cache_per_token": told.cache_per_token}))
+    estimate = memory(read_config(folder / "smollm2"), context=1)
+    (folder / "memory.json").write_text(json.dumps({"cache_per_token": estimate.cache_per_token}))
 
 
 if __name__ == "__main__":

@@ -138,10 +138,10 @@ def test_in_bfloat16_log_probabilities_are_near(
         for step, entries in enumerate(output.outputs[0].logprobs):
             for token, entry in entries.items():
                 found[i, step, token] = entry.logprob
-    told = ~found.isnan()
-    assert told.sum() >= len(answers) * NEW * TOP
-    assert (found - rounded)[told].abs().mean() < tolerance
-    assert (found - truth)[told].abs().max() <= 2 * (rounded - truth)[told].abs().max()
+    listed = ~found.isnan()
+    assert listed.sum() >= len(answers) * NEW * TOP
+    assert (found - rounded)[listed].abs().mean() < tolerance
+    assert (found - truth)[listed].abs().max() <= 2 * (rounded - truth)[listed].abs().max()
 
 
 @pytest.mark.parametrize("variant", ["v1", "v2"])

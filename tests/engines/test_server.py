@@ -65,8 +65,8 @@ def test_unknown_parameters_change_nothing(server: Server, answers: dict[str, st
 
 def test_its_cache_holds_what_memory_tells(server: Server) -> None:
     held = int(re.search(r"KV cache size: ([\d,]+) tokens", server.log.read_text())[1].replace(",", ""))
-    told = json.loads((FOLDERS / "memory.json").read_text())
-    assert 0.99 * 2**30 < held * told["cache_per_token"] <= 2**30  # VLLM_CPU_KVCACHE_SPACE, in whole blocks
+    estimate = json.loads((FOLDERS / "memory.json").read_text())
+    assert 0.99 * 2**30 < held * estimate["cache_per_token"] <= 2**30  # VLLM_CPU_KVCACHE_SPACE, in whole blocks
 
 
 def test_it_stops_in_the_middle_of_an_answer(server: Server) -> None:

@@ -34,8 +34,8 @@ def test_the_table_of_the_readme_has_these_rows(rows: list[tuple[str, str, float
     for name, left_out, difference, other in rows:
         start = f"| {name} | {left_out} | "
         (line,) = [line for line in text.splitlines() if line.startswith(start)]
-        told = [float(cell.strip(" %")) for cell in line.removeprefix(start).strip(" |").split("|")]
+        numbers = [float(cell.strip(" %")) for cell in line.removeprefix(start).strip(" |").split("|")]
         if left_out == "nothing":  # rounding, which depends on the machine
-            assert told == [0, 0] if difference == 0 else told[0] <= 1e-5
+            assert numbers == [0, 0] if difference == 0 else numbers[0] <= 1e-5
         else:
-            assert told == pytest.approx([difference, 100 * other], rel=0.1)
+            assert numbers == pytest.approx([difference, 100 * other], rel=0.1)

@@ -289,24 +289,26 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"rope_parameters": [1.0]}, ("'rope_parameters'", "list (value: [1.0])", "dict")),
 ]
 refused = pytest.mark.parametrize(
-    ("fields", "told"), REFUSED, ids=[re.sub(r"[{}'\" ]", "", str(fields))[:50] for fields, _ in REFUSED]
+    ("fields", "parts"), REFUSED, ids=[re.sub(r"[{}'\" ]", "", str(fields))[:50] for fields, _ in REFUSED]
 )
 
 
 @refused
-def test_a_wrong_value_is_refused_with_its_field_value_and_rule(fields: dict[str, Any], told: tuple[str, ...]) -> None:
+def test_a_wrong_value_is_refused_with_its_field_value_and_rule(fields: dict[str, Any], parts: tuple[str, ...]) -> None:
     with pytest.raises(StrictDataclassError) as error:
         tiny_config(**fields)
-    assert [part for part in told if part not in str(error.value)] == []
+    assert [part for part in parts if part not in str(error.value)] == []
 
 
 @refused
-def test_a_wrong_config_json_is_refused_likewise(fields: dict[str, Any], told: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_wrong_config_json_is_refused_likewise(
+    fields: dict[str, Any], parts: tuple[str, ...], tmp_path: Path
+) -> None:
     fields = {"diff_variant" if name == "variant" else name: value for name, value in fields.items()}
     (tmp_path / "config.json").write_text(json.dumps(saved(tiny_config(), tmp_path) | fields))
     with pytest.raises(StrictDataclassError) as error:
         DiffLlamaConfig.from_pretrained(tmp_path)
-    assert [part for part in told if part not in str(error.value)] == []
+    assert [part for part in parts if part not in str(error.value)] == []
 
 
 def test_a_model_is_not_loaded_from_the_weights_that_its_configuration_names(tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ def test_debug_shows_the_traceback_of_any_command(
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (ValueError("two\n lines"), "ValueError: two lines"),
         (ModuleNotFoundError("no lm_eval"), "ModuleNotFoundError: no lm_eval"),
@@ -237,19 +237,21 @@ def test_debug_shows_the_traceback_of_any_command(
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_errors_that_nobody_expects_say_how_to_see_more(
-    error: Exception, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    error: Exception, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(arguments: list[str]) -> None:
         raise error
 
     monkeypatch.setattr("diffllama.cli.app", fail)
-    assert call(capsys, "check") == (1, f"Error: {told}\n")
+    assert call(capsys, "check") == (1, f"Error: {message}\n")
 
 
 def test_convert_prints_what_it_verified(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, err = call(capsys, "convert", source, tmp_path / "v2", "--from", "llama")
-    told = "Logits of 3 sequences of 32 tokens in float32, sdpa attention, with and without cache: equal bit for bit."
-    assert f"Verified, promised: bit-equal. {told}" in err
+    message = (
+        "Logits of 3 sequences of 32 tokens in float32, sdpa attention, with and without cache: equal bit for bit."
+    )
+    assert f"Verified, promised: bit-equal. {message}" in err
     _, err = call(capsys, "convert", source, tmp_path / "v1", "--from", "llama", "--variant", "v1")
     assert re.search(r"NOT EXACT, a warm start.* max difference [\d.]+, mean [\d.]+", err)
     _, err = call(capsys, "convert", source, tmp_path / "no", "--from", "llama", "--no-verify")
@@ -334,7 +336,7 @@ class TestHubFolders:
         (ours / "README.md").write_text("hf_abcdefghijklmnopqrstuvwxyz")
         before = snapshot(tmp_path)
         nowhere, dest = tmp_path / "nowhere", tmp_path / "dest"
-        for command, told in {
+        for command, message in {
             ("export", source, dest): "`model_type` of the source must be one of 'diff_llama', got 'llama'",
             ("export", nowhere, dest): "nowhere is not a folder",
             ("export", ours, ours / "dest"): "overlap",
@@ -352,7 +354,7 @@ class TestHubFolders:
         }.items():
             status, err = call(capsys, *command)
             assert status == 1, command
-            assert told in error_of(err), command
+            assert message in error_of(err), command
             assert snapshot(tmp_path) == before, command
 
     def test_every_option_reaches_the_push(
@@ -390,7 +392,7 @@ class TestHubFolders:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ([], "Give --from (one of llama, transformers, unilm-v1, unilm-v2) or --to (one of transformers, "),
         (["--from", "llama", "--to", "transformers"], "Give --from"),
@@ -406,12 +408,12 @@ class TestHubFolders:
     ids=" ".join,
 )
 def test_options_that_do_not_go_together_are_one_line_of_error(
-    options: list[str], told: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], message: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = snapshot(tmp_path)
     status, err = call(capsys, "convert", source, tmp_path / "dest", *options)
     assert status == 1
-    assert told in error_of(err)
+    assert message in error_of(err)
     assert snapshot(tmp_path) == before
 
 
@@ -468,7 +470,7 @@ def test_the_help_of_convert_fits_into_80_columns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["convert", "SRC", "--from", "llama"], "DEST"),
         (["convert", "--from", "llama"], "SRC"),
@@ -482,15 +484,15 @@ def test_the_help_of_convert_fits_into_80_columns() -> None:
     ],
     ids=" ".join,
 )
-def test_wrong_command_line_is_named_with_usage(arguments: list[str], told: str) -> None:
+def test_wrong_command_line_is_named_with_usage(arguments: list[str], message: str) -> None:
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
     assert (result.exit_code, type(result.exception)) == (2, SystemExit)
-    assert told in result.output
+    assert message in result.output
     assert "Usage: " in result.output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--help"], ("convert", "export", "card", "check", "push", "--version")),
         (["export", "--help"], ("SRC", "DEST", "--license", "--base-model", "--dataset", "--results", "--overwrite")),
@@ -521,10 +523,10 @@ def test_wrong_command_line_is_named_with_usage(arguments: list[str], told: str)
     ],
     ids=" ".join,
 )
-def test_help_names_what_there_is(arguments: list[str], told: tuple[str, ...]) -> None:
+def test_help_names_what_there_is(arguments: list[str], message: tuple[str, ...]) -> None:
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
     assert result.exit_code == 0
-    assert [word for word in told if word not in result.output] == []
+    assert [word for word in message if word not in result.output] == []
 
 
 def test_help_and_wrong_options_import_nothing_that_takes_time(tmp_path: Path) -> None:

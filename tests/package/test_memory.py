@@ -57,9 +57,9 @@ def test_keys_and_values_are_those_of_a_cache(variant: str, batch: int, window: 
     fields: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]} if window else {}
     model = tiny_model(variant, sliding_window=window, **fields)
     cache = model(tokens(batch, 40), use_cache=True).past_key_values
-    told = memory(model.config, 40, batch)
-    spare = batch * told.cache_per_token // 2 if window else 0  # a sliding layer keeps what the next token sees
-    assert kept(cache) == told.cache - spare
+    estimate = memory(model.config, 40, batch)
+    spare = batch * estimate.cache_per_token // 2 if window else 0  # a sliding layer keeps what the next token sees
+    assert kept(cache) == estimate.cache - spare
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -91,9 +91,9 @@ def test_activations_are_about_what_reading_a_prompt_takes(
     ids = tokens(2, 1024)
     model(ids[:, :8])
     most, cache = most_allocated(model, ids)
-    told = memory(model.config, 1024, 2, dtype)
-    assert cache == told.cache
-    assert most - cache == pytest.approx(told.activations, rel=0.02)
+    estimate = memory(model.config, 1024, 2, dtype)
+    assert cache == estimate.cache
+    assert most - cache == pytest.approx(estimate.activations, rel=0.02)
 
 
 def test_a_llama_and_its_differential_equal_take_the_same_cache() -> None:
@@ -106,9 +106,9 @@ def test_a_llama_and_its_differential_equal_take_the_same_cache() -> None:
 def test_relatives_of_llama_take_what_is_told(name: str) -> None:
     config = getattr(transformers, f"{name}Config")(**SIZES)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    told = memory(config, 12, dtype="float32")
-    assert told.weights == sum(parameter.nbytes for parameter in model.parameters())
-    assert told.cache == kept(model(tokens(1, 12), use_cache=True).past_key_values)
+    estimate = memory(config, 12, dtype="float32")
+    assert estimate.weights == sum(parameter.nbytes for parameter in model.parameters())
+    assert estimate.cache == kept(model(tokens(1, 12), use_cache=True).past_key_values)
 
 
 @pytest.mark.parametrize(
@@ -144,10 +144,10 @@ def test_the_command_prints_what_is_needed(tmp_path: Path) -> None:
             app, ["memory", str(src), "--context", "1000", "--batch", "2", "--dtype", "bfloat16"]
         )
         assert result.exit_code == 0
-        told = memory(tiny_config(), 1000, 2, "bfloat16")
-        for size in (told.weights, told.cache, told.activations, told.total):
+        estimate = memory(tiny_config(), 1000, 2, "bfloat16")
+        for size in (estimate.weights, estimate.cache, estimate.activations, estimate.total):
             assert f"{size / 2**30:.3f}" in result.output
-        assert f"{told.cache_per_token:,} bytes" in result.output
+        assert f"{estimate.cache_per_token:,} bytes" in result.output
     assert CliRunner().invoke(app, ["memory", "3b", "--context", "32768", "--batch", "8"]).exit_code == 0
 
 

@@ -26,5 +26,5 @@ def launch_arguments(file: str | Path, *options: str) -> argparse.Namespace:
 def environment(arguments: argparse.Namespace) -> dict[str, str]:
     """The variables in which `accelerate launch` tells its processes how to train."""
     made = prepare_deepspeed_cmd_env(arguments)[1] if arguments.use_deepspeed else prepare_multi_gpu_env(arguments)
-    told = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
-    return {name: value for name, value in made.items() if name.startswith(told) and os.environ.get(name) != value}
+    prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+    return {name: value for name, value in made.items() if name.startswith(prefixes) and os.environ.get(name) != value}

@@ -67,7 +67,7 @@ def train(variant, name, environment):
         save_steps=3, lr_scheduler_type="constant", report_to=[], seed=1, use_cpu=not zero, disable_tqdm=True,
         accelerator_config={"use_configured_state": zero}, ddp_backend="gloo" if processes > 1 else None,
     )
-    if fsdp:  # accelerate shards on GPUs alone; told that it has some, it shards on CPUs
+    if fsdp:  # accelerate shards on GPUs alone; where it believes that it has some, it shards on CPUs
         arguments.distributed_state.distributed_type = DistributedType.MULTI_GPU
     model = DiffLlamaForCausalLM.from_pretrained(f"{variant}/begin")
     trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
@@ -132,13 +132,13 @@ def run(environments: dict[str, dict[str, str]], processes: int, work: Path) -> 
     assert result.returncode == 0, result.stderr[-8000:]
 
 
-def told(file: str, *options: str) -> dict[str, str]:
+def environment_of(file: str, *options: str) -> dict[str, str]:
     """What one of our files for `accelerate launch` tells processes, but for bfloat16."""
     return environment(launch_arguments(file, *options)) | {"ACCELERATE_MIXED_PRECISION": "no"}
 
 
-FSDP2 = told("fsdp2_8gpus")
-RECOMPUTED = told(
+FSDP2 = environment_of("fsdp2_8gpus")
+RECOMPUTED = environment_of(
     "fsdp2_8gpus", "--fsdp_activation_checkpointing", "true", "--fsdp_state_dict_type", "SHARDED_STATE_DICT"
 )
 RUNS: dict[str, tuple[int, str, dict[str, str]]] = {
@@ -149,8 +149,8 @@ RUNS: dict[str, tuple[int, str, dict[str, str]]] = {
     "one, then sharded": (2, "one", FSDP2),
     "sharded, recomputed": (2, "", RECOMPUTED),
     "sharded, bfloat16": (2, "", FSDP2 | {"ACCELERATE_MIXED_PRECISION": "bf16"}),
-    "ZeRO-2": (2, "", told("zero2_8gpus")),
-    "ZeRO-3": (2, "", told("zero3_8gpus")),
+    "ZeRO-2": (2, "", environment_of("zero2_8gpus")),
+    "ZeRO-3": (2, "", environment_of("zero3_8gpus")),
     "two, then one": (1, "two", {}),
     "sharded, then one": (1, "sharded", {}),
 }
