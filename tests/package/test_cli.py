@@ -60,8 +60,11 @@ def source(tmp_path: Path) -> Path:
     return llama(tmp_path / "src")
 
 
-@pytest.fixture(params=REFUSALS)
+@pytest.fixture(
+    params=["missing folder", "config no json", "config too deep", "adapter", "cut safetensors", "several faults"]
+)
 def refusal(request: pytest.FixtureRequest) -> Refusal:
+    """One of each class of errors; tests/conversion/test_convert.py has all refusals."""
     return REFUSALS[request.param]
 
 
