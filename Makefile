@@ -37,6 +37,7 @@ $(VENV)/.demo: pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(RUN) $(PIP_INSTALL) -e '.[dev]'
+	$(RUN) $(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/kernels kernels # aside: older transformers do not import beside it
 	touch $@
 
 $(OLDEST)/.dev: $(VENV)/.dev # with these versions and what they need (on Linux torch's CUDA, 5 GB); the rest is $(VENV)'s

@@ -1,11 +1,13 @@
 """The kernels as a repository of the Hub: loaded by the library `kernels` without this package, and by transformers."""
 
 import ast
+import importlib
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -19,10 +21,24 @@ from support.attention_masks import batch
 from support.tiny_models import VARIANTS, tiny_model, tokens
 
 
-kernels = pytest.importorskip("kernels")
+LIBRARY = Path(sys.prefix, "kernels")
+"""Where the Makefile installs the library `kernels`: older versions of transformers cannot be imported beside it."""
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "kernels" / "write_repository.py"
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the script reads TOML, which Python 3.10 does not")
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[ModuleType]:
+    """The library, not this repository's folder of that name."""
+    if not LIBRARY.is_dir():
+        pytest.skip(f"needs the library kernels in {LIBRARY}")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "kernels"]:
+            patch.delitem(sys.modules, name)
+        patch.syspath_prepend(LIBRARY)
+        yield importlib.import_module("kernels")
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +73,7 @@ import sys
 from pathlib import Path
 
 sys.modules["diffllama"] = sys.modules["transformers"] = None  # importing either fails
+sys.path.insert(0, sys.argv[2])
 import torch
 from kernels import get_local_kernel
 
@@ -95,11 +112,13 @@ if kernel.HAS_TRITON:
 
 
 @pytest.mark.slow
-def test_it_gives_the_truth_without_this_package(repository: Path) -> None:
+def test_it_gives_the_truth_without_this_package(repository: Path, kernels: ModuleType) -> None:
     code = re.search(r"```python\n(.*?)```", (repository / "README.md").read_text(), re.DOTALL)
     assert code is not None
     example = code[1].replace("PATH_OF_THIS_FOLDER", str(repository)) + "\nassert output.shape == (1, 16, 4, 64)\n"
-    errors = subprocess_runner.run(LOAD + example, repository, environment=os.environ | {"TRITON_INTERPRET": "1"})[0]
+    errors = subprocess_runner.run(
+        LOAD + example, repository, LIBRARY, environment=os.environ | {"TRITON_INTERPRET": "1"}
+    )[0]
     assert max(errors["cpu"]) < 1e-12
     if importlib.util.find_spec("triton"):
         assert max(errors["triton"]) < 1e-5
@@ -108,7 +127,7 @@ def test_it_gives_the_truth_without_this_package(repository: Path) -> None:
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="transformers loads other kernels then")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_transformers_takes_it_as_attn_implementation(
-    variant: str, repository: Path, monkeypatch: pytest.MonkeyPatch
+    variant: str, repository: Path, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All but the download, and transformers' check that the library `kernels` is as new as it wants."""
     from transformers.integrations import hub_kernels
