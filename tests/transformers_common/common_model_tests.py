@@ -84,6 +84,7 @@ class CommonTests(common.ModelTesterMixin):  # type: ignore[name-defined,misc]
 
 class V1Test(CommonTests, unittest.TestCase):
     variant = "v1"
+    test_sdpa_can_dispatch_non_composite_models = None  # it wants `sdpa` by default; ours is in test_attention.py
 
 
 class V2Test(CommonTests, unittest.TestCase):
