@@ -63,7 +63,7 @@ def register_models() -> None:
 
 def register_attention(modeling_diffllama: ModuleType) -> None:
     """Registers the attention function `diff_attention`, which is then V1's default."""
-    from diffllama import attention  # noqa: F401
+    from diffllama import attention  # noqa: F401 - importing it registers
 
 
 def register_target_modules(constants: ModuleType) -> None:

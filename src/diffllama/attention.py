@@ -14,8 +14,8 @@ from diffllama.modeling_diff.modeling_diffllama import DIFF_ATTENTION
 
 
 def diff_attention_forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """`kernels.flash_attn_forward`, which leaves what it does not compute to transformers' `sdpa`."""
-    return kernels.flash_attn_forward(*args, sdpa=sdpa_attention_forward, **kwargs)
+    """`kernels.attention_forward`, which leaves what it does not compute to transformers' `sdpa`."""
+    return kernels.attention_forward(*args, sdpa=sdpa_attention_forward, **kwargs)
 
 
 def diff_attention_mask(

@@ -23,14 +23,14 @@ from .cpu import blocked_attention, varlen_attention
 from .triton import DTYPES, HAS_TRITON, triton_attention
 
 
-__all__ = ["diff_attention", "flash_attn_forward", "key_intervals", "supports_flash_attn"]
+__all__ = ["attention_forward", "diff_attention", "flash_attn_forward", "key_intervals", "supports_flash_attn"]
 
 supports_flash_attn = True
 """What transformers asks of a kernel of the Hub besides `flash_attn_forward`."""
 
 
 def supports_options(query: torch.Tensor, dropout: float, options: dict[str, Any]) -> bool:
-    """Whether a call asks for nothing that SDPA alone computes. Arguments as in `flash_attn_forward`."""
+    """Whether a call asks for nothing that SDPA alone computes. Arguments as in `attention_forward`."""
     return (
         query.numel() > 0
         and dropout == 0
@@ -121,7 +121,7 @@ def sdpa_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The two maps' outputs [b, n, 2h, D] by PyTorch's SDPA. Arguments as in `flash_attn_forward`."""
+    """The two maps' outputs [b, n, 2h, D] by PyTorch's SDPA. Arguments as in `attention_forward`."""
     n = query.shape[2]
     causal = attention_mask is None and n > 1 and is_causal is not False
     if causal:  # a static cache has free memory after the prompt
@@ -132,7 +132,7 @@ def sdpa_forward(
     return outputs.transpose(1, 2), None
 
 
-def flash_attn_forward(
+def attention_forward(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -145,13 +145,14 @@ def flash_attn_forward(
     sdpa: Callable[..., tuple[torch.Tensor, None]] = sdpa_forward,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Differential attention, as transformers calls an attention function.
+    """Differential attention, as transformers calls an attention function that has masks of its own.
 
     Args:
         module: the attention layer, with `map_dim` and, for continuous batching, `layer_idx`.
         query: [b, 2h, n, D], the two maps of a head as neighbours. key, value: [b, key/value heads, m, D].
         attention_mask: boolean [b or 1, 1, n, m], true where a query sees a key; or added to the scores; or the
-            intervals of `key_intervals`. `None`: one query sees every key, and each of several those up to its own.
+            intervals of `key_intervals`, which alone Triton's kernels take. `None`: one query sees every key, and each
+            of several those up to its own.
         scaling: factor of the scores.
         dropout: of each softmax map.
         differential_lambda: λ, [1] or [b, n, h, 1].
@@ -172,20 +173,38 @@ def flash_attn_forward(
         if attention_mask is None and n > 1:  # a static cache has free memory after the prompt
             key, value = key[:, :, :n], value[:, :, :n]
         return blocked_attention(query, key, value, differential_lambda, attention_mask, module.map_dim, scaling), None
-    elif supports_triton(query, dropout, kwargs):
-        intervals = attention_mask
-        if attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1:
-            intervals = key_intervals(attention_mask)
-        if attention_mask is None or (intervals is not None and intervals.dtype == torch.int32):
-            if attention_mask is None and n > 1:
-                key, value = key[:, :, :n], value[:, :, :n]
-            if intervals is not None:
-                intervals = intervals.expand(query.shape[0], -1, -1, -1)
-            return triton_attention(query, key, value, differential_lambda, intervals, module.map_dim, scaling), None
+    elif supports_triton(query, dropout, kwargs) and (attention_mask is None or attention_mask.dtype == torch.int32):
+        if attention_mask is None and n > 1:
+            key, value = key[:, :, :n], value[:, :, :n]
+        return triton_attention(query, key, value, differential_lambda, attention_mask, module.map_dim, scaling), None
     if attention_mask is not None and attention_mask.dtype == torch.int32:
         keys = torch.arange(key.shape[2], device=key.device)
         attention_mask = (keys >= attention_mask[..., :1]) & (keys < attention_mask[..., 1:])
     return sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
+def flash_attn_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """`attention_forward` for transformers' loader of kernels, which gives the masks of `sdpa`: for Triton's kernels
+    their intervals are searched for in every layer."""
+    if (
+        attention_mask is not None
+        and attention_mask.dtype == torch.bool
+        and attention_mask.shape[1] == 1
+        and kwargs.get("cache") is None
+        and supports_triton(query, dropout, kwargs)
+    ):
+        intervals = key_intervals(attention_mask)
+        attention_mask = attention_mask if intervals is None else intervals.expand(query.shape[0], -1, -1, -1)
+    return attention_forward(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
 
 
 def diff_attention(
