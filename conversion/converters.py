@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig
 from diffllama.checkpoints.options import Variant
 from diffllama.conversion import llama, transformers_diffllama, unilm
 from diffllama.conversion.options import GqaLayout, check_conversion
-from diffllama.conversion.transformers_models import ComparableSource, TransformersResult
-from diffllama.conversion.unilm import UnilmResult, UnilmSource
+from diffllama.conversion.transformers_models import TransformersModel
+from diffllama.conversion.unilm import UnilmModel
 from diffllama.conversion.weight_map import WeightMap
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
@@ -26,64 +26,52 @@ class Converter:
 
     Attributes:
         source: opens what is converted.
-        result: what it becomes.
         convert_config: translates the source's configuration; refuses what cannot be converted.
         weight_map: selects the weight map by our configuration.
-        bit_equal, exact: see `verification.tolerance_for`.
         new_weights: makes tensors that the source lacks.
+        bit_equal, exact: see `verification.tolerance_for`.
     """
 
-    source: Callable[[Path], ComparableSource | UnilmSource]
-    result: TransformersResult | UnilmResult
+    source: Callable[[Path], TransformersModel | UnilmModel]
     convert_config: Callable[[Any], PreTrainedConfig]
     weight_map: Callable[[DiffLlamaConfig], WeightMap]
+    new_weights: Callable[[DiffLlamaConfig], dict[str, Callable[[], torch.Tensor]]] = lambda config: {}
     bit_equal: bool = False
     exact: bool = True
-    new_weights: Callable[[DiffLlamaConfig], dict[str, Callable[[], torch.Tensor]]] = lambda config: {}
 
 
 def find_converter(source: str | None, target: str | None, variant: str | None, gqa_layout: str | None) -> Converter:
     """Finds a conversion by arguments of `convert`. Raises `ValueError` if there is none."""
     check_conversion(source, target, variant, gqa_layout)
     if source == "llama":
-        chosen = variant or "v2"
         return Converter(
-            source=partial(ComparableSource, model_types=llama.MODEL_TYPES),
-            result=TransformersResult(),
-            convert_config=partial(llama.convert_config, variant=chosen),
-            weight_map=lambda config: llama.WEIGHT_MAPS[chosen],
+            partial(TransformersModel, model_types=llama.MODEL_TYPES),
+            partial(llama.convert_config, variant=variant or "v2"),
+            lambda config: llama.WEIGHT_MAPS[config.diff_variant],
+            llama.new_weights,
             bit_equal=True,
-            exact=chosen == "v2",
-            new_weights=llama.new_weights,
+            exact=variant != "v1",
         )
     if source == "transformers":
         return Converter(
-            source=partial(ComparableSource, model_types=transformers_diffllama.MODEL_TYPES),
-            result=TransformersResult(),
-            convert_config=transformers_diffllama.convert_config,
-            weight_map=lambda config: transformers_diffllama.FROM_TRANSFORMERS,
+            partial(TransformersModel, model_types=transformers_diffllama.MODEL_TYPES),
+            transformers_diffllama.convert_config,
+            lambda config: transformers_diffllama.FROM_TRANSFORMERS,
         )
     if source is not None:
-        modules, keys = cast(Variant, source.removeprefix("unilm-")), cast(GqaLayout, gqa_layout or "grouped")
+        layout = cast(GqaLayout, gqa_layout or "grouped")
         return Converter(
-            source=partial(UnilmSource, variant=modules, gqa_layout=keys),
-            result=TransformersResult(),
-            convert_config=partial(unilm.convert_config, gqa_layout=keys),
-            weight_map=lambda config: unilm.FROM_UNILM[modules, keys],
+            partial(UnilmModel, variant=cast(Variant, source.removeprefix("unilm-")), gqa_layout=layout),
+            partial(unilm.convert_config, gqa_layout=layout),
+            lambda config: unilm.FROM_UNILM[config.diff_variant, layout],
         )
-    ours = partial(ComparableSource, model_types=(DiffLlamaConfig.model_type,))
+    ours = partial(TransformersModel, model_types=(DiffLlamaConfig.model_type,))
     if target == "transformers":
-        return Converter(
-            source=ours,
-            result=TransformersResult(),
-            convert_config=transformers_diffllama.convert_config_back,
-            weight_map=transformers_diffllama.weight_map_back,
-        )
+        return Converter(ours, transformers_diffllama.convert_config_back, transformers_diffllama.weight_map_back)
     assert target is not None
     return Converter(
-        source=ours,
-        result=UnilmResult(),
-        convert_config=partial(unilm.convert_config_back, variant=cast(Variant, target.removeprefix("unilm-"))),
-        weight_map=lambda config: unilm.TO_UNILM[config.diff_variant],
-        new_weights=unilm.new_weights,
+        ours,
+        partial(unilm.convert_config_back, variant=cast(Variant, target.removeprefix("unilm-"))),
+        lambda config: unilm.TO_UNILM[config.diff_variant],
+        unilm.new_weights,
     )

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
-from transformers import PreTrainedConfig
 
 from diffllama.checkpoints.errors import VerificationError
 from diffllama.checkpoints.files import AUXILIARY_FILES, NAMES, check_space, locate
@@ -23,14 +23,19 @@ from diffllama.checkpoints.options import DTYPES, shard_size
 from diffllama.checkpoints.reading import check_tensors
 from diffllama.checkpoints.versions import VERSION
 from diffllama.checkpoints.writing import Progress, Step, write_shards
+from diffllama.conversion import transformers_models, unilm
 from diffllama.conversion.converters import Converter, find_converter
-from diffllama.conversion.transformers_models import ComparableSource, TransformersResult
-from diffllama.conversion.unilm import AttentionResult, UnilmResult, UnilmSource
-from diffllama.conversion.verification import Verification, compare, free_memory, tolerance_for
-from diffllama.conversion.weight_map import is_dropped, plan
+from diffllama.conversion.transformers_models import TransformersModel
+from diffllama.conversion.unilm import UnilmModel
+from diffllama.conversion.verification import Verification, measure, tolerance_for
+from diffllama.conversion.weight_map import find_rules, plan
 from diffllama.hub_cards.cards import CARD, ModelFacts, inherited_metadata, model_card, updated
 from diffllama.hub_cards.code import code_licence
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
+
+
+Outputs = Callable[[torch.dtype, str], list[torch.Tensor]]
+"""What a model computes in a dtype with an attention implementation, without and with a cache."""
 
 
 def convert(
@@ -98,7 +103,8 @@ def convert(
     ours = opened.config if target else config
     weight_map, expected = converter.weight_map(ours), opened.expected()
     for name in checkpoint.tensors.keys() - expected.keys():
-        if is_dropped(name, weight_map):
+        match = find_rules(name, weight_map)
+        if match is not None and not match[0]:
             checkpoint.drop(name)
     check_tensors(checkpoint.tensors, expected, str(src))
     config.dtype = getattr(torch, dtype) if dtype != "auto" else config.dtype or common_dtype(checkpoint)
@@ -106,20 +112,31 @@ def convert(
     steps = plan(checkpoint.tensors, weight_map, ours, cast)
     for name, make in converter.new_weights(config).items():
         steps[name] = new_step(make, config.dtype)
-    part = isinstance(opened, UnilmSource) and opened.attention_only
-    result = AttentionResult() if part else converter.result
-    if isinstance(result, TransformersResult) and not part:
+    to_unilm = target is not None and target.startswith("unilm")
+    part = isinstance(opened, UnilmModel) and opened.attention_only
+    if not (to_unilm or part):
         results = {name: step.result for name, step in steps.items()}
         check_tensors(results, expected_tensors(config), f"What {src} becomes")
-    check_space(sum(step.result.nbytes for step in steps.values()), dest)
+    nbytes = sum(step.result.nbytes for step in steps.values())
+    check_space(nbytes, dest)
 
     with new_folder(dest, overwrite) as folder:
-        fingerprint = write_shards(folder, steps, checkpoint, max_shard_size, result.stem, progress)
+        stem = "attention" if part else "model"
+        fingerprint = write_shards(folder, steps, checkpoint, max_shard_size, stem, progress)
         opened.save_auxiliary_files(folder)
-        result.save_config(config, folder)
-        if not isinstance(result, UnilmResult):
+        (unilm if to_unilm else transformers_models).save_config(config, folder)
+        if isinstance(opened, TransformersModel) and not to_unilm:
             opened.pin_tokenizer_class(folder)
-        verification = verified(verify, converter, opened, result, config, cast, folder)
+        result: Outputs
+        if part:
+            result = partial(unilm.attention_outputs, folder, config)
+        elif to_unilm:
+            result = UnilmModel(folder, ours.diff_variant).outputs
+        else:
+            result = TransformersModel(folder, (config.model_type,)).outputs
+        compared = "attention outputs" if part else "logits"
+        source_outputs = partial(opened.outputs, rounded=cast)
+        verification = verified(verify, converter, config.dtype, nbytes, source_outputs, result, compared)
         record = {
             "tool": f"diffllama {VERSION}",
             "source": {"format": source or DiffLlamaConfig.model_type, "model_type": opened.config.model_type}
@@ -173,38 +190,30 @@ def new_step(make: Callable[[], torch.Tensor], dtype: torch.dtype) -> Step:
 def verified(
     wanted: bool | None,
     converter: Converter,
-    source: ComparableSource | UnilmSource,
-    result: TransformersResult | UnilmResult,
-    config: PreTrainedConfig,
-    cast: torch.dtype | None,
-    folder: Path,
+    stored: torch.dtype,
+    nbytes: int,
+    source: Outputs,
+    result: Outputs,
+    compared: str,
 ) -> dict[str, Any]:
-    """Compares what a folder computes with what its source does, for conversion.json. See `convert`.
-
-    Weights that were cast to a dtype are compared with the source's, rounded to it.
-    """
+    """Compares what a result with so many bytes of weights computes with what its source does, for conversion.json."""
     if wanted is False:
         return {"skipped": "not asked for"}
-    dtype, tolerance = tolerance_for(config.dtype, converter.bit_equal, converter.exact)
-    needed, free = 1.5 * sum(file.stat().st_size for file in folder.glob("*.safetensors")), free_memory()
-    needed *= dtype.itemsize / config.dtype.itemsize
+    dtype, tolerance = tolerance_for(stored, converter.bit_equal, converter.exact)
+    needed, free = 1.5 * nbytes * dtype.itemsize / stored.itemsize, psutil.virtual_memory().available
     if wanted is None and needed > free:
         return {"skipped": f"needs {needed / 1e9:.3g} GB of memory, {free / 1e9:.3g} GB are free"}
 
-    def compared(implementation: str) -> Verification:
-        return compare(
-            partial(source.outputs, dtype, implementation, cast),
-            partial(result.outputs, config, folder, dtype, implementation),
-            tolerance,
-            "attention outputs" if isinstance(result, AttentionResult) else "logits",
-            implementation,
+    def compare(implementation: str) -> Verification:  # one side at a time is in memory
+        return measure(
+            source(dtype, implementation), result(dtype, implementation), tolerance, compared, implementation
         )
 
-    verification = compared("sdpa")
+    verification = compare("sdpa")
     if not verification.passed and math.isfinite(verification.max_difference):
         # Whether bits are equal is also up to the kernels that torch chooses for 2h heads and for h. Where it chooses
         # other ones in sdpa, it need not in eager attention: equal bits there alone say less, and are reported so.
-        eager = compared("eager")
+        eager = compare("eager")
         if eager.passed:
             verification = replace(eager, sdpa_difference=verification.max_difference)
     if not verification.passed:

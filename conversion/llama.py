@@ -18,17 +18,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from diffllama.configuration import SHARED_FIELDS
-from diffllama.conversion.operations import (
-    double,
-    duplicate_heads,
-    first_half,
-    key_rows,
-    pair_head_columns,
-    pair_query_heads,
-    query_rows,
-    second_half,
-    value_rows,
-)
+from diffllama.conversion import operations
 from diffllama.conversion.weight_map import Operation, Rule, WeightMap
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
@@ -60,13 +50,13 @@ def _weight_map(query: tuple[Operation, ...], output: tuple[Operation, ...]) -> 
         f"{_ATTENTION}q_proj.bias": Rule(f"{_ATTENTION}q_proj.bias", query),
         f"{_ATTENTION}o_proj.weight": Rule(f"{_ATTENTION}o_proj.weight", output),
         f"{_ATTENTION}qkv_proj.weight": (  # Phi-3
-            Rule(f"{_ATTENTION}q_proj.weight", (query_rows, *query)),
-            Rule(f"{_ATTENTION}k_proj.weight", (key_rows,)),
-            Rule(f"{_ATTENTION}v_proj.weight", (value_rows,)),
+            Rule(f"{_ATTENTION}q_proj.weight", (operations.query_rows, *query)),
+            Rule(f"{_ATTENTION}k_proj.weight", (operations.key_rows,)),
+            Rule(f"{_ATTENTION}v_proj.weight", (operations.value_rows,)),
         ),
         f"{_MLP}gate_up_proj.weight": (
-            Rule(f"{_MLP}gate_proj.weight", (first_half,)),
-            Rule(f"{_MLP}up_proj.weight", (second_half,)),
+            Rule(f"{_MLP}gate_proj.weight", (operations.first_half,)),
+            Rule(f"{_MLP}up_proj.weight", (operations.second_half,)),
         ),
         f"{_ATTENTION}rotary_emb.inv_freq": None,  # old checkpoints have it; it follows from the configuration
         "model.rotary_emb.inv_freq": None,
@@ -74,8 +64,8 @@ def _weight_map(query: tuple[Operation, ...], output: tuple[Operation, ...]) -> 
 
 
 WEIGHT_MAPS = {
-    "v2": _weight_map((duplicate_heads,), (double,)),
-    "v1": _weight_map((pair_query_heads,), (pair_head_columns,)),
+    "v2": _weight_map((operations.duplicate_heads,), (operations.double,)),
+    "v1": _weight_map((operations.pair_query_heads,), (operations.pair_head_columns,)),
 }
 """Variant -> weight map."""
 

@@ -25,31 +25,25 @@ from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 MODEL_TYPES = ("diffllama",)
 
 _ATTENTION = "model.layers.{i}.self_attn."
+_OUTPUT, _NORM = f"{_ATTENTION}o_proj.weight", f"{_ATTENTION}head_norm.weight"
 LAMBDAS = tuple(f"{_ATTENTION}lambda_{name}" for name in ("q1", "k1", "q2", "k2"))
-_COPIED = (*BODY, *LAMBDAS, f"{_ATTENTION}o_proj.bias")
 
 
-def _heads(reorder: Operation, scale: Operation) -> WeightMap:
-    return {
-        f"{_ATTENTION}{name}_proj.{kind}": Rule(f"{_ATTENTION}{name}_proj.{kind}", operations)
+def _weight_map(reorder: Operation, scale: Operation) -> WeightMap:
+    heads = {
+        f"{_ATTENTION}{name}_proj.{kind}": operations
         for name, operations in (("q", (reorder,)), ("k", (reorder,)), ("v", (reorder, scale)))
         for kind in ("weight", "bias")
     }
+    copied = (*BODY, *LAMBDAS, _OUTPUT, f"{_ATTENTION}o_proj.bias")
+    return {name: Rule(name, heads.get(name, ())) for name in (*copied, *heads)}
 
 
-_OUTPUT, _NORM = f"{_ATTENTION}o_proj.weight", f"{_ATTENTION}head_norm.weight"
-COPIED: WeightMap = {name: Rule(name) for name in _COPIED}
 FROM_TRANSFORMERS: WeightMap = {
-    **COPIED,
-    **_heads(neighbours_from_halves, scale_to_our_epsilon),
-    _OUTPUT: Rule(_OUTPUT),
+    **_weight_map(neighbours_from_halves, scale_to_our_epsilon),
     f"{_ATTENTION}rotary_emb.inv_freq": None,
 }
-TO_TRANSFORMERS: WeightMap = {
-    **COPIED,
-    **_heads(halves_from_neighbours, scale_to_their_epsilon),
-    _OUTPUT: Rule(_OUTPUT),
-}
+TO_TRANSFORMERS = _weight_map(halves_from_neighbours, scale_to_their_epsilon)
 TO_TRANSFORMERS_WITH_NORM: WeightMap = {
     **TO_TRANSFORMERS,
     _OUTPUT: Rule(_OUTPUT, (fold_head_norm,), (_NORM,)),

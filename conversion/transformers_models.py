@@ -3,73 +3,54 @@
 """Models of transformers as sources and as results of a conversion: what they compute, and how they are saved."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from diffllama.checkpoints.errors import CheckpointError, lines
-from diffllama.checkpoints.models import TransformersSource, meta_model, result_location
-from diffllama.conversion.verification import Outputs, model_outputs
+from diffllama.checkpoints.models import TransformersSource, meta_model
+from diffllama.conversion.verification import model_outputs
 from diffllama.hub_cards.code import write_code
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
 
-def load(location: dict[str, Any], dtype: torch.dtype, implementation: str) -> PreTrainedModel:
-    """Loads a model to be compared with another one. Raises `CheckpointError` if transformers misses tensors."""
-    config = AutoConfig.from_pretrained(**location)
-    config._attn_implementation = implementation  # an argument would not replace what config.json says
-    model, report = AutoModelForCausalLM.from_pretrained(
-        **location, config=config, dtype=dtype, output_loading_info=True
-    )
-    if report["missing_keys"]:
-        raise CheckpointError(
-            lines("Without --no-verify, transformers has to load the model, and it does not find these tensors",
-                  sorted(report["missing_keys"]))
-        )  # fmt: skip
-    return model.eval()
+class TransformersModel(TransformersSource):
+    """A checkpoint of a model of transformers whose outputs can be compared with those of another one."""
 
+    def outputs(
+        self, dtype: torch.dtype, implementation: str, rounded: torch.dtype | None = None
+    ) -> list[torch.Tensor]:
+        """What the model computes in a dtype with an attention implementation, see `verification.model_outputs`.
 
-def cast(model: PreTrainedModel, *dtypes: torch.dtype | None) -> PreTrainedModel:
-    """Casts a model's parameters, and nothing else (rotary frequencies stay in float32), to one dtype after another.
-
-    They are made contiguous too, for with other strides torch may choose other kernels.
-    """
-    for parameter in model.parameters():
-        for dtype in dtypes:
-            parameter.data = parameter.data if dtype is None else parameter.data.to(dtype)
-        parameter.data = parameter.data.contiguous()
-    return model
-
-
-class ComparableSource(TransformersSource):
-    """A checkpoint of a model of transformers, whose outputs can be compared with its conversion's."""
-
-    def outputs(self, dtype: torch.dtype, implementation: str, rounded: torch.dtype | None = None) -> Outputs:
-        """What the model computes in a dtype with an implementation of attention, see `verification`.
-
-        With `rounded`, its weights are rounded to that dtype first.
+        With `rounded`, its weights are rounded to that dtype first. Other tensors, such as rotary frequencies, stay in
+        float32. Weights are made contiguous too: with other strides torch may choose other kernels.
         """
-        if self.src.is_dir():
-            return model_outputs(cast(load(self.location, rounded or dtype, implementation), dtype))
-        self.gguf_model.set_attn_implementation(implementation)
-        return model_outputs(cast(self.gguf_model, rounded, dtype))
+        model = self.load(rounded or dtype, implementation)
+        for parameter in model.parameters():
+            if rounded is not None:
+                parameter.data = parameter.data.to(rounded)
+            parameter.data = parameter.data.to(dtype).contiguous()
+        return model_outputs(model)
+
+    def load(self, dtype: torch.dtype, implementation: str) -> PreTrainedModel:
+        """Loads the model; a GGUF file's is in float32. Raises `CheckpointError` if transformers misses tensors."""
+        if self.src.is_file():
+            self.gguf_model.set_attn_implementation(implementation)
+            return self.gguf_model
+        config = AutoConfig.from_pretrained(**self.location)
+        config._attn_implementation = implementation  # an argument would not replace what config.json says
+        model, report = AutoModelForCausalLM.from_pretrained(
+            **self.location, config=config, dtype=dtype, output_loading_info=True
+        )
+        if report["missing_keys"]:
+            problem = "Without --no-verify, transformers has to load the model, and it does not find these tensors"
+            raise CheckpointError(lines(problem, sorted(report["missing_keys"])))
+        return model.eval()
 
 
-class TransformersResult:
-    """A folder that transformers loads: a model of ours, with its code, or a stock model."""
-
-    stem = "model"
-    """What files of weights are called."""
-
-    def save_config(self, config: PreTrainedConfig, folder: Path) -> None:
-        """Writes the configuration and, of a model of ours, its code."""
-        model = meta_model(config)
-        config.architectures = [type(model).__name__]
-        config.save_pretrained(folder)
-        if config.model_type == DiffLlamaConfig.model_type:
-            write_code(folder)
-
-    def outputs(self, config: PreTrainedConfig, folder: Path, dtype: torch.dtype, implementation: str) -> Outputs:
-        """What the model in a folder computes in a dtype with an implementation of attention."""
-        return model_outputs(load(result_location(folder), dtype, implementation))
+def save_config(config: PreTrainedConfig, folder: Path) -> None:
+    """Writes a configuration and, of a model of ours, its code."""
+    config.architectures = [type(meta_model(config)).__name__]
+    config.save_pretrained(folder)
+    if config.model_type == DiffLlamaConfig.model_type:
+        write_code(folder)

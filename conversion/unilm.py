@@ -30,36 +30,38 @@ from diffllama.conversion.llama import BODY
 from diffllama.conversion.operations import half_from_interleaved, interleaved_from_half, repeat_keys, repeat_values
 from diffllama.conversion.options import GqaLayout
 from diffllama.conversion.transformers_diffllama import LAMBDAS, refuse
-from diffllama.conversion.transformers_models import TransformersResult
-from diffllama.conversion.verification import Outputs, token_ids
-from diffllama.conversion.weight_map import Rule, WeightMap, plan
+from diffllama.conversion.unilm_reference import under
+from diffllama.conversion.verification import token_ids
+from diffllama.conversion.weight_map import Operation, Rule, WeightMap, plan
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention, DiffLlamaRotaryEmbedding
 
 
 _ATTENTION = "model.layers.{i}.self_attn."
-_QUERY, _KEY, _VALUE = (f"{_ATTENTION}{name}_proj.weight" for name in "qkv")
-_OUTPUT, _NORM, _LAMBDA = (f"{_ATTENTION}{name}.weight" for name in ("o_proj", "head_norm", "lambda_proj"))
-_COPIED: WeightMap = {name: Rule(name) for name in (*BODY, _VALUE)}
-_V1: WeightMap = {**_COPIED, **{name: Rule(name) for name in LAMBDAS}}
-_V2: WeightMap = {**_COPIED, **{name: Rule(name) for name in (_OUTPUT, _LAMBDA)}}
+_KEY, _VALUE, _OUTPUT, _NORM = (f"{_ATTENTION}{name}.weight" for name in ("k_proj", "v_proj", "o_proj", "head_norm"))
 _OUT_PROJ, _SUBLN = f"{_ATTENTION}out_proj.weight", f"{_ATTENTION}subln.weight"
 
-_FROM: WeightMap = {name: Rule(name, (half_from_interleaved,)) for name in (_QUERY, _KEY)}
-_TO: WeightMap = {name: Rule(name, (interleaved_from_half,)) for name in (_QUERY, _KEY)}
+
+def _weight_map(variant: Variant, rotation: Operation, renamed: dict[str, str]) -> WeightMap:
+    names = (*BODY, _VALUE, *(LAMBDAS if variant == "v1" else (_OUTPUT, f"{_ATTENTION}lambda_proj.weight")))
+    return (
+        {name: Rule(name) for name in names}
+        | {f"{_ATTENTION}{name}_proj.weight": Rule(f"{_ATTENTION}{name}_proj.weight", (rotation,)) for name in "qk"}
+        | {old: Rule(new) for old, new in renamed.items()}
+    )
+
+
+_V1 = _weight_map("v1", half_from_interleaved, {_OUT_PROJ: _OUTPUT, _SUBLN: _NORM})
+_REPEATED: WeightMap = {_KEY: Rule(_KEY, (half_from_interleaved, repeat_keys)), _VALUE: Rule(_VALUE, (repeat_values,))}
 FROM_UNILM: dict[tuple[str, str], WeightMap] = {
-    ("v1", "grouped"): {**_V1, **_FROM, _OUT_PROJ: Rule(_OUTPUT), _SUBLN: Rule(_NORM)},
-    ("v2", "grouped"): {**_V2, **_FROM},
+    ("v1", "grouped"): _V1,
+    ("v1", "repeated"): {**_V1, **_REPEATED},
+    ("v2", "grouped"): _weight_map("v2", half_from_interleaved, {}),
 }
 """Variant and layout of grouped queries -> weight map."""
-FROM_UNILM["v1", "repeated"] = {
-    **FROM_UNILM["v1", "grouped"],
-    _KEY: Rule(_KEY, (half_from_interleaved, repeat_keys)),
-    _VALUE: Rule(_VALUE, (repeat_values,)),
-}
 TO_UNILM: dict[str, WeightMap] = {
-    "v1": {**_V1, **_TO, _OUTPUT: Rule(_OUT_PROJ), _NORM: Rule(_SUBLN)},
-    "v2": {**_V2, **_TO},
+    "v1": _weight_map("v1", interleaved_from_half, {_OUTPUT: _OUT_PROJ, _NORM: _SUBLN}),
+    "v2": _weight_map("v2", interleaved_from_half, {}),
 }
 """Variant -> weight map."""
 
@@ -76,20 +78,24 @@ LACKING: dict[str, object] = {
 }
 """Fields of ours -> the only value that unilm's modules know."""
 
-
 NOT_FIELDS = ("model_type", "auto_map", "architectures", "transformers_version")
 """What config.json has besides fields of ours."""
+
+
+def attention_weights(variant: Variant) -> list[str]:
+    """What unilm calls the weights of an attention module."""
+    return list(under(FROM_UNILM[variant, "grouped"], _ATTENTION))
 
 
 def canonical(name: str, variant: Variant, layer: int) -> str:
     """The name in a whole model of a tensor of one attention module: `q_proj.weight` is in the layer that is given,
     `3.q_proj.weight`, `layers.3.q_proj.weight` or `layers.3.self_attn.q_proj.weight` in layer 3."""
-    weights = "|".join(map(re.escape, unilm_reference.ATTENTION_WEIGHTS[variant]))
+    weights = "|".join(map(re.escape, attention_weights(variant)))
     match = re.fullmatch(rf"(?:(?:(?:model\.)?layers\.)?(\d+)\.(?:self_attn\.)?)?({weights})", name)
     return f"{_ATTENTION.format(i=match[1] or layer)}{match[2]}" if match else name
 
 
-class UnilmSource:
+class UnilmModel:
     """Weights of unilm's modules: one or many state dicts of attention, or a whole model.
 
     Args:
@@ -115,19 +121,15 @@ class UnilmSource:
         if self.src.is_file() or any((self.src / f"{n}{end}").is_file() for n in NAMES for end in ("", ".index.json")):
             parts = [open_checkpoint(self.src)]
         else:
-            files = [file for file in self.src.iterdir() if file.suffix in SUFFIXES]
+            files = sorted(file for file in self.src.iterdir() if file.suffix in SUFFIXES)
             if not files:
                 raise FileNotFoundError(f"{self.src} has no files of weights ({', '.join(SUFFIXES)}).")
-            numbers = {file: [int(number) for number in re.findall(r"\d+", file.stem)] for file in files}
-            files.sort(key=lambda file: (numbers[file], file.name))
-            if len(files) > 1 and [numbers[file][-1:] for file in files] != [
-                [numbers[files[0]][-1] + i] for i in range(len(files)) if numbers[files[0]]
-            ]:
-                raise CheckpointError(
-                    lines(f"Files of {self.src} must end in the numbers of their layers, without gaps",
-                          [file.name for file in files])
-                )  # fmt: skip
-            parts = [open_checkpoint(file) for file in files]
+            layers = {int((re.findall(r"\d+", file.stem) or [-1])[-1]): file for file in files}
+            first = min(layers)
+            if len(files) > 1 and (first < 0 or sorted(layers) != list(range(first, first + len(files)))):
+                problem = f"Files of {self.src} must end in the numbers of their layers, without gaps"
+                raise CheckpointError(lines(problem, [file.name for file in files]))
+            parts = [open_checkpoint(file) for _, file in sorted(layers.items())]
         homes: dict[str, tuple[TensorFile, str]] = {}
         for layer, part in enumerate(parts):
             for name, home in part.homes.items():
@@ -150,16 +152,14 @@ class UnilmSource:
             CheckpointError: sizes cannot be told from the tensors.
             ValueError: config.json is missing or of another model, or has what unilm's modules lack.
         """
-        fields: dict[str, Any] = {}
         file = self.src / "config.json"
-        if file.is_file():
-            fields = read_json(file)
-            if fields.get("model_type", self.model_type) != self.model_type:
-                raise ValueError(
-                    f"{file} must hold fields of DiffLlamaConfig, and `model_type` {self.model_type!r} or none, got "
-                    f"{fields['model_type']!r}."
-                )
-        elif not self.attention_only:
+        fields = read_json(file) if file.is_file() else {}
+        if fields.get("model_type", self.model_type) != self.model_type:
+            raise ValueError(
+                f"{file} must hold fields of DiffLlamaConfig, and `model_type` {self.model_type!r} or none, got "
+                f"{fields['model_type']!r}."
+            )
+        if not file.is_file() and not self.attention_only:
             raise ValueError(
                 f"{file} does not exist. A whole model needs it for what weights do not tell: `rms_norm_eps`, "
                 "`rope_parameters`, `max_position_embeddings`, `bos_token_id`, `eos_token_id`."
@@ -183,30 +183,31 @@ class UnilmSource:
         layers = [int(match[1]) for name in tensors if (match := re.match(r"model\.layers\.(\d+)\.", name))]
         first = f"model.layers.{min(layers, default=0)}."
         try:
-            shapes = {name: tensors[f"{first}self_attn.{name}_proj.weight"].shape for name in "qk"}
+            attention = under(tensors, f"{first}self_attn.")
+            rows, hidden_size = attention["q_proj.weight"].shape
             if self.variant == "v1":
-                width = 2 * tensors[f"{first}self_attn.lambda_q1"].shape[0]
-                heads = shapes["q"][0] // width
+                width = 2 * attention["lambda_q1"].shape[0]
+                heads = rows // width
             else:
-                heads = tensors[f"{first}self_attn.lambda_proj.weight"].shape[0]
-                width = shapes["q"][0] // (2 * heads)
+                heads = attention["lambda_proj.weight"].shape[0]
+                width = rows // (2 * heads)
             sizes = {
-                "hidden_size": shapes["q"][1],
+                "hidden_size": hidden_size,
                 "num_attention_heads": 2 * heads,
-                "num_key_value_heads": shapes["k"][0] // width,
+                "num_key_value_heads": attention["k_proj.weight"].shape[0] // width,
                 "head_dim": width,
                 "num_hidden_layers": max(layers) + 1,
             }
             if not self.attention_only:
                 sizes["vocab_size"] = tensors["model.embed_tokens.weight"].shape[0]
                 sizes["intermediate_size"] = tensors[f"{first}mlp.gate_proj.weight"].shape[0]
-        except (KeyError, IndexError, ZeroDivisionError) as error:
-            shapes_found = [f"{name} {list(tensor.shape)}" for name, tensor in tensors.items()]
-            names = ", ".join(unilm_reference.ATTENTION_WEIGHTS[self.variant])
-            raise CheckpointError(
-                lines(f"{self.src} is not {self.model_type}: sizes cannot be derived without {error}. Attention has "
-                      f"{names}. The file has only", shapes_found[:20] + ["…"] * (len(shapes_found) > 20))
-            ) from error  # fmt: skip
+        except (LookupError, ValueError, ZeroDivisionError) as error:
+            shapes = [f"{name} {list(tensor.shape)}" for name, tensor in tensors.items()]
+            problem = (
+                f"{self.src} is not {self.model_type}: sizes cannot be derived without {error}. Attention has "
+                f"{', '.join(attention_weights(self.variant))}. The file has only"
+            )
+            raise CheckpointError(lines(problem, shapes[:20] + ["…"] * (len(shapes) > 20))) from error
         return sizes | {"tie_word_embeddings": "lm_head.weight" not in tensors}
 
     def expected(self) -> dict[str, torch.Tensor]:
@@ -216,7 +217,9 @@ class UnilmSource:
         names = {name: step.result for name, step in plan(ours, TO_UNILM[self.variant], self.config).items()}
         return {name: tensor for name, tensor in names.items() if not self.attention_only or ".self_attn." in name}
 
-    def outputs(self, dtype: torch.dtype, implementation: str = "", rounded: torch.dtype | None = None) -> Outputs:
+    def outputs(
+        self, dtype: torch.dtype, implementation: str = "", rounded: torch.dtype | None = None
+    ) -> list[torch.Tensor]:
         """What unilm's formulas give: logits, or every attention module's output for random inputs."""
         weights = {name: self.checkpoint.read(name).to(rounded or dtype).to(dtype) for name in self.checkpoint.tensors}
         return reference_outputs(weights, self.config, self.gqa_layout, self.attention_only)
@@ -225,49 +228,53 @@ class UnilmSource:
         """Puts tokenizer and settings for generation into a folder, if the source is a folder that has them."""
         copy_auxiliary_files(self.src, folder)
 
-    def pin_tokenizer_class(self, folder: Path) -> None:
-        """Nothing to compare with: unilm's folders say no model type from which transformers knows a tokenizer."""
 
-
+@torch.inference_mode()
 def reference_outputs(
     weights: dict[str, torch.Tensor],
     config: DiffLlamaConfig,
     gqa_layout: GqaLayout = "grouped",
     attention_only: bool = False,
-) -> Outputs:
+) -> list[torch.Tensor]:
     """What unilm's formulas give for weights under unilm's names. They know no cache, which must not matter."""
-    assert config.num_key_value_heads is not None  # set when the configuration is made
     rotary = DiffLlamaRotaryEmbedding(config)
     arguments: dict[str, Any] = {
-        "variant": config.diff_variant,
-        "heads": config.num_attention_heads // 2,
-        "key_value_heads": config.num_key_value_heads,
         "inverse_frequencies": rotary.inv_freq,
         "attention_scaling": rotary.attention_scaling,
         "gqa_layout": gqa_layout,
     }
+    if attention_only:
+        x = attention_inputs(config).to(next(iter(weights.values())).dtype)
+        modules = [under(weights, _ATTENTION.format(i=i)) for i in range(config.num_hidden_layers)]
+        outputs = [unilm_reference.attention(x, module, layer=i, **arguments) for i, module in enumerate(modules)]
+        return 2 * [torch.cat(outputs)]
+    ids = token_ids(config.vocab_size, config.max_position_embeddings)
+    return 2 * [unilm_reference.logits(ids, weights, rms_norm_eps=config.rms_norm_eps, **arguments)]
 
-    @torch.inference_mode()
-    def outputs(cached: bool) -> torch.Tensor:
-        if attention_only:
-            x = attention_inputs(config).to(next(iter(weights.values())).dtype)
-            modules = [(i, under(weights, f"model.layers.{i}.self_attn.")) for i in range(config.num_hidden_layers)]
-            return torch.cat([unilm_reference.attention(x, module, layer=i, **arguments) for i, module in modules])
-        ids = token_ids(config.vocab_size, config.max_position_embeddings)
-        layers, eps = config.num_hidden_layers, config.rms_norm_eps
-        return unilm_reference.logits(ids, weights, layers=layers, rms_norm_eps=eps, **arguments)
 
-    return outputs
+@torch.inference_mode()
+def attention_outputs(
+    folder: Path, config: DiffLlamaConfig, dtype: torch.dtype, implementation: str
+) -> list[torch.Tensor]:
+    """What our attention modules with the weights in a folder give for random inputs."""
+    weights = {
+        name: tensor for file in folder.glob("attention*.safetensors") for name, tensor in load_file(file).items()
+    }
+    x = attention_inputs(config).to(dtype)
+    config = DiffLlamaConfig(**config.to_dict(), attn_implementation=implementation)
+    cosines_and_sines = DiffLlamaRotaryEmbedding(config)(x, torch.arange(x.shape[1])[None])
+    future = torch.full((x.shape[1],) * 2, -torch.inf, dtype=dtype).triu(1)
+    outputs = []
+    for i in range(config.num_hidden_layers):
+        module = DiffLlamaAttention(config, i).to(dtype).eval()
+        module.load_state_dict(under(weights, _ATTENTION.format(i=i)))
+        outputs.append(module(x, cosines_and_sines, future)[0])
+    return 2 * [torch.cat(outputs)]
 
 
 def attention_inputs(config: DiffLlamaConfig) -> torch.Tensor:
     """Random inputs of attention modules, always the same: [3, 32, hidden_size]."""
     return torch.randn(3, 32, config.hidden_size, generator=torch.Generator().manual_seed(0))
-
-
-def under(weights: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """The weights whose names start with a prefix, without it."""
-    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
 def convert_config(source: DiffLlamaConfig, gqa_layout: GqaLayout) -> DiffLlamaConfig:
@@ -290,45 +297,9 @@ def new_weights(config: DiffLlamaConfig) -> dict[str, Callable[[], torch.Tensor]
     return {_SUBLN.format(i=i): lambda: torch.ones(2 * config.rotary_dim) for i in range(config.num_hidden_layers)}
 
 
-class AttentionResult(TransformersResult):
-    """A folder with our configuration and code, and the weights of attention modules alone, named as in a model."""
-
-    stem = "attention"
-
-    def outputs(self, config: DiffLlamaConfig, folder: Path, dtype: torch.dtype, implementation: str) -> Outputs:
-        """What our attention modules give for random inputs."""
-        weights = {
-            name: tensor for file in folder.glob("attention*.safetensors") for name, tensor in load_file(file).items()
-        }
-        x = attention_inputs(config).to(dtype)
-        config = DiffLlamaConfig(**config.to_dict(), attn_implementation=implementation)
-        cosines_and_sines = DiffLlamaRotaryEmbedding(config)(x, torch.arange(x.shape[1])[None])
-        future = torch.full((x.shape[1],) * 2, -torch.inf, dtype=dtype).triu(1)
-
-        @torch.inference_mode()
-        def outputs(cached: bool) -> torch.Tensor:
-            results = []
-            for i in range(config.num_hidden_layers):
-                module = DiffLlamaAttention(config, i).to(dtype).eval()
-                module.load_state_dict(under(weights, f"model.layers.{i}.self_attn."))
-                results.append(module(x, cosines_and_sines, future)[0])
-            return torch.cat(results)
-
-        return outputs
-
-
-class UnilmResult:
-    """A whole model under unilm's names, and a config.json that transformers does not take for its own."""
-
-    stem = "model"
-
-    def save_config(self, config: DiffLlamaConfig, folder: Path) -> None:
-        """Writes config.json."""
-        fields = {name: value for name, value in config.to_dict().items() if name not in NOT_FIELDS}
-        fields.pop("_name_or_path", None)  # a place on this machine
-        fields |= {"model_type": f"unilm-{config.diff_variant}", "head_norm_affine": True}  # see `new_weights`
-        (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-
-    def outputs(self, config: DiffLlamaConfig, folder: Path, dtype: torch.dtype, implementation: str) -> Outputs:
-        """What unilm's formulas give."""
-        return UnilmSource(folder, config.diff_variant).outputs(dtype)
+def save_config(config: DiffLlamaConfig, folder: Path) -> None:
+    """Writes the config.json of a whole model under unilm's names, which transformers does not take for its own."""
+    fields = {name: value for name, value in config.to_dict().items() if name not in NOT_FIELDS}
+    fields.pop("_name_or_path", None)  # a place on this machine
+    fields |= {"model_type": f"unilm-{config.diff_variant}", "head_norm_affine": True}  # see `new_weights`
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

@@ -3,20 +3,15 @@
 """Compares what a conversion computes with what its source computes."""
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-import psutil
 import torch
 from transformers import PreTrainedModel
 
 
 TOLERANCE = 1e-5
 """Tolerance in float32, as a fraction of the largest output, of exact conversions that are not bit-equal."""
-
-Outputs = Callable[[bool], torch.Tensor]
-"""Computes a model's outputs for `token_ids`: in one pass, or (True) token by token with a cache."""
 
 
 @dataclass(frozen=True)
@@ -94,46 +89,25 @@ def token_ids(vocab_size: int, max_length: int) -> torch.Tensor:
     return torch.randint(vocab_size, (3, min(32, max_length)), generator=torch.Generator().manual_seed(0))
 
 
-def model_outputs(model: PreTrainedModel) -> Outputs:
-    """The logits of a model of transformers, [3, n, vocabulary]."""
+@torch.inference_mode()
+def model_outputs(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Logits of a model of transformers for `token_ids`: in one pass, and token by token with a cache."""
     ids = token_ids(model.config.vocab_size, model.config.max_position_embeddings)
+    whole = model(input_ids=ids, use_cache=False).logits
     first = max(1, 2 * ids.shape[1] // 3)
-
-    @torch.inference_mode()
-    def outputs(cached: bool) -> torch.Tensor:
-        if not cached:
-            return model(input_ids=ids, use_cache=False).logits
-        step = model(input_ids=ids[:, :first], use_cache=True)
-        logits = [step.logits]
-        for i in range(first, ids.shape[1]):
-            step = model(input_ids=ids[:, i : i + 1], past_key_values=step.past_key_values, use_cache=True)
-            logits.append(step.logits)
-        return torch.cat(logits, dim=1)
-
-    return outputs
-
-
-def compare(
-    source: Callable[[], Outputs],
-    result: Callable[[], Outputs],
-    tolerance: float | None,
-    compared: str = "logits",
-    implementation: str = "sdpa",
-) -> Verification:
-    """Compares two models, of which one at a time is in memory, with an attention implementation."""
-
-    def computed(load: Callable[[], Outputs]) -> list[torch.Tensor]:
-        outputs = load()
-        return [outputs(False), outputs(True)]
-
-    return measure(computed(source), computed(result), tolerance, compared, implementation)
+    step = model(input_ids=ids[:, :first], use_cache=True)
+    logits = [step.logits]
+    for i in range(first, ids.shape[1]):
+        step = model(input_ids=ids[:, i : i + 1], past_key_values=step.past_key_values, use_cache=True)
+        logits.append(step.logits)
+    return [whole, torch.cat(logits, dim=1)]
 
 
 def measure(
     expected: list[torch.Tensor],
     got: list[torch.Tensor],
     tolerance: float | None,
-    compared: str,
+    compared: str = "logits",
     implementation: str = "sdpa",
 ) -> Verification:
     """Compares outputs [sequences, n, width], each without and with a cache."""
@@ -169,8 +143,3 @@ def tolerance_for(stored: torch.dtype, bit_equal: bool, exact: bool) -> tuple[to
     if bit_equal:
         return stored, 0.0 if stored in (torch.float32, torch.bfloat16) else rounding
     return torch.promote_types(stored, torch.float32), rounding
-
-
-def free_memory() -> int:
-    """Available memory in bytes."""
-    return psutil.virtual_memory().available

@@ -48,12 +48,6 @@ def find_rules(name: str, weight_map: WeightMap) -> tuple[tuple[Rule, ...], str]
     return None
 
 
-def is_dropped(name: str, weight_map: WeightMap) -> bool:
-    """Whether the map drops a source tensor."""
-    match = find_rules(name, weight_map)
-    return match is not None and not match[0]
-
-
 def plan(
     source: Mapping[str, torch.Tensor], weight_map: WeightMap, config: DiffLlamaConfig, dtype: torch.dtype | None = None
 ) -> dict[str, Step]:
@@ -66,10 +60,11 @@ def plan(
         dtype: what floating-point tensors become; their own dtype by default.
 
     Raises:
-        CheckpointError: the map has no entry for a tensor, makes one tensor of two, or needs one that is not there.
+        CheckpointError: the map has no entry for a tensor, or makes one tensor of two.
+        KeyError: a rule's other tensor is not there.
     """
     steps: dict[str, Step] = {}
-    unknown, missing = [], []
+    unknown = []
     for name, tensor in source.items():
         match = find_rules(name, weight_map)
         if match is None:
@@ -81,9 +76,6 @@ def plan(
             if target in steps:
                 raise CheckpointError(f"The weight map makes {target!r} of two tensors, the second of them {name!r}.")
             inputs = (name, *(other.format(i=layer) for other in rule.others))
-            if lacking := [other for other in inputs if other not in source]:
-                missing += [f"{other}, to make {target}" for other in lacking]
-                continue
 
             def make(tensor: torch.Tensor, *others: torch.Tensor, rule: Rule = rule) -> torch.Tensor:
                 cast = dtype if tensor.is_floating_point() else None
@@ -93,10 +85,7 @@ def plan(
                     tensor = operation(tensor, config, *others)
                 return tensor if cast is None else tensor.to(cast)
 
-            result = make(*(source[other] for other in inputs))
-            steps[target] = Step(inputs, make, result)
+            steps[target] = Step(inputs, make, make(*(source[needed] for needed in inputs)))
     if unknown:
         raise CheckpointError(lines("The weight map has no entry for these tensors", unknown))
-    if missing:
-        raise CheckpointError(lines("The weight map needs tensors that are not there", missing))
     return steps

@@ -67,7 +67,7 @@ def model_logits(config: PreTrainedConfig) -> Logits:
 
 def unilm_logits(config: DiffLlamaConfig, gqa_layout: unilm.GqaLayout) -> Logits:
     """What unilm's formulas compute with given weights."""
-    return lambda weights: unilm.reference_outputs(weights, config, gqa_layout)(False)
+    return lambda weights: unilm.reference_outputs(weights, config, gqa_layout)[0]
 
 
 def without(weight_map: WeightMap, operation: Operation) -> WeightMap:

@@ -1,3 +1,4 @@
+import gc
 import hashlib
 import json
 import os
@@ -7,10 +8,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +40,7 @@ from diffllama.checkpoints.reading import fingerprint, open_checkpoint
 from diffllama.cli import main
 from diffllama.conversion import engine
 from diffllama.conversion import llama as llama_map
+from diffllama.conversion.transformers_models import TransformersModel
 from diffllama.conversion.verification import Verification
 from diffllama.conversion.weight_map import Rule
 from diffllama.hub_cards.code import split_version_line
@@ -193,7 +197,7 @@ def test_conversion_json_says_what_was_made_of_what_and_no_path(source: Path, tm
 def test_a_model_that_does_not_fit_into_memory_is_not_verified_unless_asked_for(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diffllama.conversion.engine.free_memory", lambda: 1000)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
     for verify in (None, False, True):
         folder = convert(source, tmp_path / f"dest-{verify}", verify=verify)
         verification = json.loads((folder / "conversion.json").read_text())["verification"]
@@ -205,16 +209,36 @@ def test_a_model_that_does_not_fit_into_memory_is_not_verified_unless_asked_for(
             assert reason in (folder / "README.md").read_text()
 
 
-def test_equal_bits_under_eager_attention_only_are_told_as_that(
+def test_one_model_at_a_time_is_in_memory_when_verifying(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare = engine.compare
+    load, loaded, alive = TransformersModel.load, [], []
+
+    def counting(*args: Any) -> PreTrainedModel:
+        alive.append(sum(ref() is not None for ref in loaded))
+        model = load(*args)
+        loaded.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(TransformersModel, "load", counting)
+    gc.disable()  # references alone have to do
+    try:
+        convert(source, tmp_path / "dest", verify=True)
+    finally:
+        gc.enable()
+    assert alive == [0, 0]
+
+
+def test_equal_bits_under_eager_attention_only_are_reported_as_that(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = engine.measure
 
     def other_kernels(*sides: Any) -> Verification:
-        verification = compare(*sides)
+        verification = measure(*sides)
         return verification if sides[-1] == "eager" else replace(verification, bit_equal=False, max_difference=0.00125)
 
-    monkeypatch.setattr(engine, "compare", other_kernels)
+    monkeypatch.setattr(engine, "measure", other_kernels)
     folder = convert(source, tmp_path / "dest")
     verification = json.loads((folder / "conversion.json").read_text())["verification"]
     expected = {"attn_implementation": "eager", "bit_equal": True, "sdpa_difference": 0.00125, "passed": True}
@@ -437,7 +461,7 @@ def test_overwriting_leaves_nothing_of_the_old_folder(source: Path, tmp_path: Pa
         ("checkpoints.writing.save_file", OSError("disk full")),
         ("checkpoints.writing.save_file", KeyboardInterrupt()),
         ("conversion.transformers_models.write_code", OSError("disk full")),
-        ("conversion.engine.compare", KeyboardInterrupt()),
+        ("conversion.engine.measure", KeyboardInterrupt()),
         ("conversion.engine.model_card", SystemExit(1)),
     ],
     ids=repr,

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, DiffLlamaForCausalLM
+from transformers import AutoModelForCausalLM, DiffLlamaForCausalLM, LlamaConfig, PreTrainedConfig
 from transformers import DiffLlamaConfig as TransformersDiffLlamaConfig
 
 import diffllama
-from diffllama import convert
+from diffllama import DiffLlamaConfig, convert
 from diffllama.checkpoints.models import expected_tensors
 from diffllama.conversion.transformers_diffllama import (
     FROM_TRANSFORMERS,
@@ -20,7 +20,7 @@ from diffllama.conversion.transformers_diffllama import (
     convert_config_back,
     weight_map_back,
 )
-from diffllama.conversion.weight_map import plan
+from diffllama.conversion.weight_map import WeightMap, plan
 from support.llama_checkpoints import SIZES, add_tokenizer, save_model, snapshot
 from support.tiny_models import tiny_config, tokens
 
@@ -43,18 +43,17 @@ OURS: dict[str, dict[str, Any]] = {
     "no-weight-in-norm": {"head_norm_affine": False},
     "other-epsilon": {"rms_norm_eps": 1e-2},
 }
-ATTENTION = "model.layers.0.self_attn."
-convert_from = partial(convert, source="transformers", verify=False)
-convert_to = partial(convert, target="transformers", verify=False)
+convert_from = partial(convert, source="transformers")
+convert_to = partial(convert, target="transformers")
 
 
-def theirs(folder: Path, save: dict[str, Any] | None = None, **fields: Any) -> Path:
+def theirs(folder: Path, **fields: Any) -> Path:
     config = TransformersDiffLlamaConfig(**(SIZES | {"num_attention_heads": 8, "rms_norm_eps": 1e-5} | fields))
-    return save_model(folder, config, std=0.1, **(save or {}))
+    return save_model(folder, config, std=0.1)
 
 
-def ours(folder: Path, save: dict[str, Any] | None = None, **fields: Any) -> Path:
-    return save_model(folder, tiny_config(fields.pop("diff_variant", "v1"), **fields), std=0.1, **(save or {}))
+def ours(folder: Path, **fields: Any) -> Path:
+    return save_model(folder, tiny_config(fields.pop("diff_variant", "v1"), **fields), std=0.1)
 
 
 def all_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -70,14 +69,18 @@ def logits(folder: Path, dtype: torch.dtype = torch.float32, implementation: str
         return model(input_ids=tokens(2, 24), attention_mask=mask).logits[mask.bool()]
 
 
-def assert_close(a: torch.Tensor, b: torch.Tensor) -> None:
-    assert a.std() > 0.1
-    assert (a - b).abs().max() <= 1e-5
-
-
 def assert_same_logits(source: Path, folder: Path) -> None:
     for implementation in ("eager", "sdpa"):
-        assert_close(*(logits(place, implementation=implementation) for place in (source, folder)))
+        expected, got = (logits(place, implementation=implementation) for place in (source, folder))
+        assert expected.std() > 0.1
+        assert (got - expected).abs().max() <= 1e-5
+
+
+def assert_verified(folder: Path, **formats: str) -> None:
+    record = json.loads((folder / "conversion.json").read_text())
+    assert {side: record[side]["format"] for side in formats} == formats
+    assert (record["verification"]["passed"], record["verification"]["tolerance"]) == (True, 1e-5)
+    assert record["verification"]["max_difference"] <= 1e-5
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -87,14 +90,23 @@ def test_theirs_becomes_ours_with_the_same_logits(case: str, tmp_path: Path) -> 
     loaded = [type(AutoModelForCausalLM.from_pretrained(place)) for place in (source, folder)]
     assert loaded == [DiffLlamaForCausalLM, diffllama.DiffLlamaForCausalLM]
     assert_same_logits(source, folder)
+    assert_verified(folder, source="transformers", result="diff_llama")
+    assert "trust_remote_code=True" in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize("case", OURS)
-def test_ours_becomes_theirs_with_the_same_logits(case: str, tmp_path: Path) -> None:
+def test_ours_becomes_theirs_with_the_same_logits_and_without_code(case: str, tmp_path: Path) -> None:
     source = ours(tmp_path / "src", **OURS[case])
+    add_tokenizer(source)
     folder = convert_to(source, tmp_path / "dest")
     assert type(AutoModelForCausalLM.from_pretrained(folder)) is DiffLlamaForCausalLM
     assert_same_logits(source, folder)
+    assert_verified(folder, source="diff_llama", result="transformers")
+    assert "trust_remote_code=True" not in (folder / "README.md").read_text()
+    assert not list(folder.glob("*.py"))
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("diffllama", ["DiffLlamaForCausalLM"])
+    assert "auto_map" not in config
 
 
 @pytest.mark.parametrize(
@@ -109,68 +121,18 @@ def test_ours_becomes_theirs_with_the_same_logits(case: str, tmp_path: Path) -> 
     ],
     ids=str,
 )
-def test_there_and_back_gives_the_same_bits(
+def test_conversion_there_and_back_gives_the_same_bits(
     case: str, dtype: torch.dtype, shards: dict[str, Any], tmp_path: Path
 ) -> None:
     source = theirs(tmp_path / "src", **CASES[case])
     DiffLlamaForCausalLM.from_pretrained(source, dtype=dtype).save_pretrained(tmp_path / "stored", **shards)
-    there = convert_from(tmp_path / "stored", tmp_path / "there", **shards)
-    back = convert_to(there, tmp_path / "back")
-    old, new = (
-        {k: v for f in place.glob("*.safetensors") for k, v in load_file(f).items()} for place in (source, back)
-    )
+    there = convert_from(tmp_path / "stored", tmp_path / "there", verify=False, **shards)
+    back = convert_to(there, tmp_path / "back", verify=False)
+    old, new = map(all_weights, (source, back))
     assert old.keys() == new.keys()
     assert all(torch.equal(old[name].to(dtype), new[name]) for name in old)
     configs = [TransformersDiffLlamaConfig.from_pretrained(place).to_dict() for place in (tmp_path / "stored", back)]
     assert configs[0] == configs[1]
-
-
-def test_our_head_norm_goes_into_their_output_projection(tmp_path: Path) -> None:
-    source = ours(tmp_path / "src")
-    old = load_file(source / "model.safetensors")
-    new = load_file(convert_to(source, tmp_path / "dest") / "model.safetensors")
-    columns = old[f"{ATTENTION}o_proj.weight"].view(64, 4, 16) * old[f"{ATTENTION}head_norm.weight"]
-    assert torch.equal(new[f"{ATTENTION}o_proj.weight"], columns.view(64, 64))
-    assert not [name for name in new if "head_norm" in name]
-
-
-def test_pairs_are_halves_there_and_neighbours_here(tmp_path: Path) -> None:
-    source = theirs(tmp_path / "src", num_key_value_heads=4)
-    old = load_file(source / "model.safetensors")
-    new = load_file(convert_from(source, tmp_path / "dest") / "model.safetensors")
-    for name, heads in (("q", 4), ("k", 2), ("v", 2)):
-        before, after = (w[f"{ATTENTION}{name}_proj.weight"].view(-1, 8, 64) for w in (old, new))
-        for head in range(heads):
-            assert torch.equal(after[2 * head], before[head])
-            assert torch.equal(after[2 * head + 1], before[head + heads])
-
-
-@pytest.mark.parametrize(("variant", "target"), [("to", "transformers"), ("from", "transformers")])
-def test_the_promise_is_verified_with_and_without_cache(variant: str, target: str, tmp_path: Path) -> None:
-    source = theirs(tmp_path / "src") if variant == "from" else ours(tmp_path / "src")
-    add_tokenizer(source)
-    arguments = {"source": target} if variant == "from" else {"target": target}
-    folder = convert(source, tmp_path / "dest", **arguments)
-    record = json.loads((folder / "conversion.json").read_text())
-    assert record["verification"]["passed"] is True
-    assert record["verification"]["tolerance"] == 1e-5
-    assert record["verification"]["max_difference"] <= 1e-5
-    names = {"source": record["source"]["format"], "result": record["result"]["format"]}
-    assert names == (
-        {"source": "transformers", "result": "diff_llama"}
-        if variant == "from"
-        else {"source": "diff_llama", "result": "transformers"}
-    )
-    trusting = "trust_remote_code=True" in (folder / "README.md").read_text()
-    assert trusting is (variant == "from")
-
-
-def test_a_stock_folder_has_no_code_and_needs_no_trust(tmp_path: Path) -> None:
-    folder = convert_to(ours(tmp_path / "src"), tmp_path / "dest")
-    assert not list(folder.glob("*.py"))
-    config = json.loads((folder / "config.json").read_text())
-    assert (config["model_type"], config["architectures"]) == ("diffllama", ["DiffLlamaForCausalLM"])
-    assert "auto_map" not in config
 
 
 @pytest.mark.parametrize(
@@ -205,17 +167,21 @@ def test_heads_that_make_no_pairs_are_refused(heads: tuple[int, int]) -> None:
         convert_config(config)
 
 
-@pytest.mark.parametrize("model", ["llama", "diff_llama"])
-def test_another_model_is_refused(model: str, tmp_path: Path) -> None:
-    source = ours(tmp_path / "src") if model == "diff_llama" else save_model(tmp_path / "src", llama_config())
-    with pytest.raises(ValueError, match=f"`model_type` of the source must be one of 'diffllama', got '{model}'"):
+@pytest.mark.parametrize("config", [LlamaConfig(**SIZES), tiny_config()], ids=lambda config: config.model_type)
+def test_another_model_is_refused(config: PreTrainedConfig, tmp_path: Path) -> None:
+    source = save_model(tmp_path / "src", config)
+    with pytest.raises(ValueError, match=f"must be one of 'diffllama', got '{config.model_type}'"):
         convert_from(source, tmp_path / "dest")
 
 
-def llama_config() -> Any:
-    from transformers import LlamaConfig
+def planned(
+    tensors: dict[str, torch.Tensor], weight_map: WeightMap, config: DiffLlamaConfig
+) -> dict[str, torch.Tensor]:
+    return {name: step.result for name, step in plan(tensors, weight_map, config).items()}
 
-    return LlamaConfig(**SIZES)
+
+def shapes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -231,21 +197,12 @@ def llama_config() -> Any:
 def test_maps_make_every_tensor_for_all_shapes(
     pairs: int, groups: int, d: int, hidden: int, bias: bool, tied: bool, affine: bool
 ) -> None:
-    config = tiny_config(
-        "v1",
-        num_key_value_heads=pairs,
-        num_attention_heads=2 * pairs * groups,
-        head_dim=2 * d,
-        hidden_size=hidden,
-        attention_bias=bias,
-        tie_word_embeddings=tied,
-        head_norm_affine=affine,
-    )
+    sizes = {"num_key_value_heads": pairs, "num_attention_heads": 2 * pairs * groups, "head_dim": 2 * d}
+    fields = {"hidden_size": hidden, "attention_bias": bias, "tie_word_embeddings": tied, "head_norm_affine": affine}
+    config = tiny_config("v1", **sizes, **fields)
     back = convert_config_back(config)
-    there = {name: s.result for name, s in plan(expected_tensors(config), weight_map_back(config), config).items()}
-    expected = {name: tensor.shape for name, tensor in expected_tensors(back).items()}
-    assert {name: tensor.shape for name, tensor in there.items()} == expected
+    there = planned(expected_tensors(config), weight_map_back(config), config)
+    assert shapes(there) == shapes(expected_tensors(back))
     again = convert_config(back)
-    here = {name: s.result for name, s in plan(there, FROM_TRANSFORMERS, again).items()}
-    expected = {name: tensor.shape for name, tensor in expected_tensors(again).items()}
-    assert {name: tensor.shape for name, tensor in here.items()} == expected
+    here = planned(there, FROM_TRANSFORMERS, again)
+    assert shapes(here) == shapes(expected_tensors(again))

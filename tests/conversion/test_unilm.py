@@ -13,10 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from diffllama import DiffLlamaConfig, DiffLlamaForCausalLM, convert
 from diffllama.checkpoints.errors import CheckpointError
 from diffllama.checkpoints.models import expected_tensors
-from diffllama.conversion import unilm_reference
+from diffllama.conversion import unilm, unilm_reference
 from diffllama.conversion.unilm import FROM_UNILM, TO_UNILM, convert_config
 from diffllama.conversion.weight_map import plan
-from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention, DiffLlamaRotaryEmbedding
 from support.llama_checkpoints import save_model, snapshot
 from support.tiny_models import VARIANTS, tiny_config, tokens
 
@@ -72,19 +71,21 @@ def write(folder: Path, weights: Weights, **fields: Any) -> Path:
     return folder
 
 
-def reference(weights: Weights, variant: Any, key_value_heads: int, gqa_layout: Any = "grouped") -> torch.Tensor:
+def frequencies(variant: str, theta: float) -> torch.Tensor:
+    """θ^(-2i / w) for each pair i of a query's w numbers."""
     width = WIDTH // 2 if variant == "v1" else WIDTH
+    return theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+
+
+def reference(weights: Weights, variant: str, gqa_layout: str = "grouped") -> torch.Tensor:
     return unilm_reference.logits(
-        tokens(2, 24),
-        weights,
-        variant=variant,
-        heads=HEADS,
-        key_value_heads=key_value_heads,
-        rms_norm_eps=1e-4,
-        layers=LAYERS,
-        inverse_frequencies=unilm_reference.default_inverse_frequencies(width, 5000.0),
+        tokens(2, 24), weights, rms_norm_eps=1e-4, inverse_frequencies=frequencies(variant, 5000.0),
         gqa_layout=gqa_layout,
-    )
+    )  # fmt: skip
+
+
+def verification(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "conversion.json").read_text())["verification"]
 
 
 def logits(folder: Path) -> torch.Tensor:
@@ -99,12 +100,14 @@ def assert_close(a: torch.Tensor, b: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(("key_value_heads", "tied"), [(4, False), (2, True), (1, False)])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_whole_model_computes_what_unilms_formulas_do(
+def test_whole_model_computes_what_unilms_formulas_do(
     variant: str, key_value_heads: int, tied: bool, tmp_path: Path
 ) -> None:
     weights = model(variant, key_value_heads, tied)
-    folder = convert(write(tmp_path / "src", weights), tmp_path / "dest", source=f"unilm-{variant}", verify=False)
-    assert_close(reference(weights, variant, key_value_heads), logits(folder))
+    folder = convert(write(tmp_path / "src", weights), tmp_path / "dest", source=f"unilm-{variant}", verify=True)
+    assert_close(reference(weights, variant), logits(folder))
+    assert verification(folder)["passed"] is True
+    assert verification(folder)["max_difference"] <= 1e-5
     config = AutoConfig.from_pretrained(folder)
     assert (config.hidden_size, config.num_hidden_layers, config.intermediate_size) == (HIDDEN, LAYERS, INTERMEDIATE)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (8, key_value_heads, WIDTH)
@@ -116,24 +119,11 @@ def test_repeated_keys_are_kept_with_keys_for_every_head(key_value_heads: int, t
     weights = model("v1", key_value_heads)
     source = write(tmp_path / "src", weights)
     folder = convert(source, tmp_path / "dest", source="unilm-v1", gqa_layout="repeated")
-    expected = reference(weights, "v1", key_value_heads, "repeated")
+    expected = reference(weights, "v1", "repeated")
     assert_close(expected, logits(folder))
     assert AutoConfig.from_pretrained(folder).num_key_value_heads == HEADS
-    flash = convert(source, tmp_path / "grouped", source="unilm-v1")
-    different = (logits(flash) - expected).abs().max()
+    different = (reference(weights, "v1") - expected).abs().max()
     assert different <= 1e-5 if key_value_heads == HEADS else different > 0.1
-
-
-@pytest.mark.parametrize("key_value_heads", [4, 2])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_promise_is_verified(variant: str, key_value_heads: int, tmp_path: Path) -> None:
-    source = write(tmp_path / "src", model(variant, key_value_heads))
-    there = convert(source, tmp_path / "there", source=f"unilm-{variant}", verify=True)
-    back = convert(there, tmp_path / "back", target=f"unilm-{variant}", verify=True)
-    for folder in (there, back):
-        verification = json.loads((folder / "conversion.json").read_text())["verification"]
-        assert verification["passed"] is True
-        assert verification["max_difference"] <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -142,29 +132,29 @@ def test_the_promise_is_verified(variant: str, key_value_heads: int, tmp_path: P
     ids=str,
 )
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_there_and_back_gives_the_same_bits(variant: str, dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
+def test_conversion_there_and_back_gives_the_same_bits(
+    variant: str, dtype: torch.dtype, tied: bool, tmp_path: Path
+) -> None:
     weights = {name: tensor.to(dtype) for name, tensor in model(variant, 2, tied).items()}
     source = write(tmp_path / "src", weights)
     there = convert(source, tmp_path / "there", source=f"unilm-{variant}", max_shard_size="20KB", verify=False)
     assert len(list(there.glob("*.safetensors"))) > 3
-    back = convert(there, tmp_path / "back", target=f"unilm-{variant}", verify=False)
+    back = convert(there, tmp_path / "back", target=f"unilm-{variant}", verify=True)
+    assert verification(back)["passed"] is True
     again = load_file(back / "model.safetensors")
     assert again.keys() == weights.keys()
     assert all(torch.equal(again[name], weights[name]) for name in weights)
-    once_more = convert(back, tmp_path / "once-more", source=f"unilm-{variant}", verify=False)
-    assert logits(once_more).equal(logits(there))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_transformers_does_not_take_a_unilm_folder_for_its_own(variant: str, tmp_path: Path) -> None:
-    source = save_model(tmp_path / "src", tiny_config(variant))
-    folder = convert(source, tmp_path / "dest", target=f"unilm-{variant}")
-    with pytest.raises(ValueError, match=f"unilm-{variant}"):
+def test_transformers_does_not_take_a_unilm_folder_for_its_own(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "src", tiny_config("v2"))
+    folder = convert(source, tmp_path / "dest", target="unilm-v2", verify=False)
+    with pytest.raises(ValueError, match="unilm-v2"):
         AutoModelForCausalLM.from_pretrained(folder)
     assert not list(folder.glob("*.py"))
 
 
-def test_a_norm_without_weight_becomes_one_with_ones(tmp_path: Path) -> None:
+def test_norm_without_weight_becomes_one_with_ones(tmp_path: Path) -> None:
     source = save_model(tmp_path / "src", tiny_config("v1", head_norm_affine=False))
     folder = convert(source, tmp_path / "dest", target="unilm-v1")
     weights = load_file(folder / "model.safetensors")
@@ -175,14 +165,17 @@ def test_a_norm_without_weight_becomes_one_with_ones(tmp_path: Path) -> None:
 # Attention modules alone
 
 
-def one_file(folder: Path, modules: list[Weights], name: Callable[[int, str], str], suffix: str = ".pt") -> Path:
-    weights = {name(i, key): tensor for i, module in enumerate(modules) for key, tensor in module.items()}
-    file = folder / f"attention{suffix}"
-    if suffix == ".safetensors":
-        save_file(weights, file)
-    else:
-        torch.save(weights, file)
-    return file
+def one_file(name: str) -> Callable[[Path, list[Weights]], Path]:
+    """One state dict, with a template before the names of each layer, in a file whose name follows the template."""
+    prefix, suffix = name.split("|")
+
+    def form(folder: Path, modules: list[Weights]) -> Path:
+        weights = {prefix.format(i) + key: tensor for i, module in enumerate(modules) for key, tensor in module.items()}
+        save = save_file if suffix == ".safetensors" else torch.save
+        save(weights, folder / f"attention{suffix}")
+        return folder / f"attention{suffix}"
+
+    return form
 
 
 def many_files(folder: Path, modules: list[Weights]) -> Path:
@@ -198,31 +191,14 @@ def pickled(folder: Path, content: Any) -> Path:
 
 
 FORMS: dict[str, Callable[[Path, list[Weights]], Path]] = {
-    "numbered": lambda folder, modules: one_file(folder, modules, lambda i, key: f"{i}.{key}"),
-    "layers": lambda folder, modules: one_file(folder, modules, lambda i, key: f"layers.{i}.{key}", ".safetensors"),
-    "self_attn": lambda folder, modules: one_file(
-        folder, modules, lambda i, key: f"layers.{i}.self_attn.{key}", ".bin"
-    ),
-    "whole": lambda folder, modules: one_file(folder, modules, lambda i, key: f"model.layers.{i}.self_attn.{key}"),
+    "numbered": one_file("{}.|.pt"),
+    "layers": one_file("layers.{}.|.safetensors"),
+    "self_attn": one_file("layers.{}.self_attn.|.bin"),
+    "whole": one_file("model.layers.{}.self_attn.|.pt"),
     "list": pickled,
     "dictionary": lambda folder, modules: pickled(folder, {"model": dict(enumerate(modules))}),
     "files": many_files,
 }
-
-
-def attention_outputs(folder: Path, x: torch.Tensor) -> list[torch.Tensor]:
-    """Outputs of our attention modules in a converted folder."""
-    config = DiffLlamaConfig.from_pretrained(folder, attn_implementation="eager")
-    weights = load_file(folder / "attention.safetensors")
-    mask = torch.full((x.shape[1],) * 2, -torch.inf).triu(1)
-    outputs = []
-    for i in range(config.num_hidden_layers):
-        module = DiffLlamaAttention(config, i)
-        prefix = f"model.layers.{i}.self_attn."
-        module.load_state_dict({name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)})
-        angles = DiffLlamaRotaryEmbedding(config)(x, torch.arange(x.shape[1])[None])
-        outputs.append(module(x, angles, mask)[0])
-    return outputs
 
 
 @pytest.mark.parametrize(("variant", "form"), [*(("v1", form) for form in FORMS), ("v2", "layers"), ("v2", "files")])
@@ -232,103 +208,89 @@ def test_attention_modules_alone_are_converted_in_every_form(variant: Any, form:
     before = snapshot(tmp_path)
     folder = convert(source, tmp_path / "dest", source=f"unilm-{variant}")
     assert {name: content for name, content in snapshot(tmp_path).items() if not name.startswith("dest")} == before
-    x = torch.randn(2, 9, HIDDEN, generator=torch.Generator().manual_seed(0))
-    frequencies = unilm_reference.default_inverse_frequencies(WIDTH // 2 if variant == "v1" else WIDTH)
-    for i, output in enumerate(attention_outputs(folder, x)):
-        expected = unilm_reference.attention(
-            x, modules[i], variant=variant, layer=i, heads=4, key_value_heads=2, inverse_frequencies=frequencies
-        )
-        assert_close(expected, output)
-    record = json.loads((folder / "conversion.json").read_text())
-    assert record["verification"]["compared"] == "attention outputs"
-    assert record["verification"]["passed"] is True
+    config = DiffLlamaConfig.from_pretrained(folder)
+    x = unilm.attention_inputs(config)
+    expected = [
+        unilm_reference.attention(x, module, layer=i, inverse_frequencies=frequencies(variant, 10000.0))
+        for i, module in enumerate(modules)
+    ]
+    assert_close(torch.cat(expected), unilm.attention_outputs(folder, config, torch.float32, "eager")[0])
+    assert verification(folder)["compared"] == "attention outputs"
+    assert verification(folder)["passed"] is True
     assert "attention.safetensors" in (folder / "README.md").read_text()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_one_module_is_the_first_layer(variant: str, tmp_path: Path) -> None:
-    torch.save(attention(variant, 4), tmp_path / "module.pt")
-    folder = convert(tmp_path / "module.pt", tmp_path / "dest", source=f"unilm-{variant}")
-    assert {name.rpartition("self_attn.")[0] for name in load_file(folder / "attention.safetensors")} == {
-        "model.layers.0."
-    }
-    with pytest.raises(OSError, match=r"no file named .*model\.safetensors"):  # it is no model
+def test_one_module_is_the_first_layer_and_no_model(tmp_path: Path) -> None:
+    torch.save(attention("v2", 4), tmp_path / "module.pt")
+    folder = convert(tmp_path / "module.pt", tmp_path / "dest", source="unilm-v2")
+    names = load_file(folder / "attention.safetensors")
+    assert {name.rpartition("self_attn.")[0] for name in names} == {"model.layers.0."}
+    with pytest.raises(OSError, match=r"no file named .*model\.safetensors"):
         DiffLlamaForCausalLM.from_pretrained(folder)
 
 
 # What is refused
 
 
-def broken(**edits: Any) -> Callable[[Path], Path]:
+LAMBDA, FAR = "model.layers.1.self_attn.lambda_q2", "model.layers.999999999.mlp.up_proj.weight"
+
+
+def broken(edits: dict[str, torch.Tensor | None], **fields: Any) -> Callable[[Path], Path]:
+    """A whole model with other tensors, or without some, and with more fields in config.json."""
+    return lambda folder: write(
+        folder / "src", {name: w for name, w in (model("v1", 2) | edits).items() if w is not None}, **fields
+    )
+
+
+def with_config(content: str | None) -> Callable[[Path], Path]:
+    """A whole model with another config.json, or without one."""
+
     def prepare(folder: Path) -> Path:
-        weights = model("v1", 2)
-        for name, tensor in edits.items():
-            name = f"model.layers.1.self_attn.{name}" if "lambda" in name else name
-            if tensor is None:
-                del weights[name]
-            else:
-                weights[name] = tensor
-        return write(folder / "src", weights)
+        file = write(folder / "src", model("v1", 2)) / "config.json"
+        file.unlink()
+        if content is not None:
+            file.write_text(content)
+        return folder / "src"
 
     return prepare
 
 
-def whole_without_config(folder: Path) -> Path:
-    (write(folder / "src", model("v1", 2)) / "config.json").unlink()
-    return folder / "src"
+def files(*names: str) -> Callable[[Path], Path]:
+    """A folder of attention modules in files with these names."""
 
+    def prepare(folder: Path) -> Path:
+        (folder / "src").mkdir()
+        for i, name in enumerate(names):
+            torch.save(attention("v1", 2, seed=i), folder / "src" / name)
+        return folder / "src"
 
-def no_config(folder: Path, content: str) -> Path:
-    (write(folder / "src", model("v1", 2)) / "config.json").write_text(content)
-    return folder / "src"
-
-
-def empty(folder: Path) -> Path:
-    (folder / "src").mkdir()
-    return folder / "src"
-
-
-def with_fields(**fields: Any) -> Callable[[Path], Path]:
-    return lambda folder: write(folder / "src", model("v1", 2), **fields)
+    return prepare
 
 
 REFUSALS: dict[str, tuple[Callable[[Path], Path], type[Exception], str]] = {
     "missing": (lambda folder: folder / "nowhere", FileNotFoundError, "nowhere does not exist"),
-    "empty": (empty, FileNotFoundError, r"src has no files of weights \(\.safetensors, \.bin, \.pt, \.pth\)"),
-    "unknown tensor": (broken(more=torch.zeros(2)), CheckpointError, r"extra: more \[2\]"),
-    "missing tensor": (
-        broken(lambda_q2=None),
-        CheckpointError,
-        r"missing: model\.layers\.1\.self_attn\.lambda_q2 \[8\]",
-    ),
-    "misshapen": (broken(lambda_q2=torch.zeros(3)), CheckpointError, r"lambda_q2 \[3\], must be \[8\]"),
-    "no config": (
-        whole_without_config,
-        ValueError,
-        r"config\.json does not exist\. .*rms_norm_eps",
-    ),
-    "sizes that contradict": (
-        with_fields(hidden_size=32),
-        CheckpointError,
-        r"\[64, 48\], must be \[64, 32\]",
-    ),
-    "ours": (with_fields(model_type="diff_llama"), ValueError, "`model_type` 'unilm-v1' or none, got 'diff_llama'"),
-    "other variant": (with_fields(diff_variant="v2"), ValueError, "`diff_variant` must be 'v1', got 'v2'"),
+    "empty": (files(), FileNotFoundError, r"src has no files of weights \(\.safetensors, \.bin, \.pt, \.pth\)"),
+    "unknown tensor": (broken({"more": torch.zeros(2)}), CheckpointError, r"extra: more \[2\]"),
+    "missing tensor": (broken({LAMBDA: None}), CheckpointError, rf"missing: {LAMBDA} \[8\]"),
+    "misshapen": (broken({LAMBDA: torch.zeros(3)}), CheckpointError, r"lambda_q2 \[3\], must be \[8\]"),
+    "no config": (with_config(None), ValueError, r"config\.json does not exist\. .*rms_norm_eps"),
+    "config that is no object": (with_config("[]"), ValueError, r"config\.json"),
+    "config that is no JSON": (with_config("{"), ValueError, r"config\.json"),
+    "sizes that contradict": (broken({}, hidden_size=32), CheckpointError, r"\[64, 48\], must be \[64, 32\]"),
+    "ours": (broken({}, model_type="diff_llama"), ValueError, "`model_type` 'unilm-v1' or none, got 'diff_llama'"),
+    "other variant": (broken({}, diff_variant="v2"), ValueError, "`diff_variant` must be 'v1', got 'v2'"),
+    "biases": (broken({}, attention_bias=True), ValueError, "`attention_bias` must be False, got True"),
+    "activation": (broken({}, hidden_act="gelu"), ValueError, "`hidden_act` must be 'silu', got 'gelu'"),
     "a layer far away": (
-        broken(**{"model.layers.999999999.mlp.up_proj.weight": torch.zeros(2)}),
-        ValueError,
-        r"`num_hidden_layers` in .*src/config\.json must be .* got 1000000000",
+        broken({FAR: torch.zeros(2)}), ValueError, r"`num_hidden_layers` in .*src/config\.json .* got 1000000000"
     ),
     "more layers than tensors": (
-        with_fields(num_hidden_layers=4000),
-        CheckpointError,
-        "`num_hidden_layers` is 4,000, and the number of tensors only 4",
+        broken({}, num_hidden_layers=4000), CheckpointError, "is 4,000, and the number of tensors only 4"
     ),
-    "config that is no object": (lambda folder: no_config(folder, "[]"), ValueError, r"config\.json"),
-    "config that is no JSON": (lambda folder: no_config(folder, "{"), ValueError, r"config\.json"),
-    "biases": (with_fields(attention_bias=True), ValueError, "`attention_bias` must be False, got True"),
-    "activation": (with_fields(hidden_act="gelu"), ValueError, "`hidden_act` must be 'silu', got 'gelu'"),
-}
+    "names without layers": (files("a.pt", "z.pt"), CheckpointError, r"numbers of their layers.*a\.pt.*z\.pt"),
+    "a layer's file missing": (files("l0.pt", "l2.pt"), CheckpointError, r"numbers of their layers.*l0\.pt.*l2\.pt"),
+    "a layer twice": (files("l1.pt", "m1.pt"), CheckpointError, r"numbers of their layers.*l1\.pt.*m1\.pt"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("refused", REFUSALS)
@@ -341,7 +303,7 @@ def test_what_is_no_such_model_is_refused_and_nothing_is_written(refused: str, t
     assert snapshot(tmp_path) == before
 
 
-def test_v2_read_as_v1_is_told_what_v1_has(tmp_path: Path) -> None:
+def test_v2_read_as_v1_names_the_tensors_of_v1(tmp_path: Path) -> None:
     torch.save(attention("v2", 2), tmp_path / "module.pt")
     with pytest.raises(CheckpointError, match=r"(?s)not unilm-v1.*lambda_q1.*0?q_proj\.weight \[128, 48\]"):
         convert(tmp_path / "module.pt", tmp_path / "dest", source="unilm-v1")
@@ -409,21 +371,11 @@ def test_repeated_keys_change_the_number_of_key_value_heads_and_nothing_else() -
     assert convert_config(config, "grouped") is config
 
 
-@pytest.mark.parametrize("names", [("a.pt", "z.pt"), ("l0.pt", "l2.pt"), ("l1.pt", "m1.pt")], ids=str)
-def test_files_whose_names_do_not_tell_their_layers_are_refused(names: tuple[str, str], tmp_path: Path) -> None:
-    (tmp_path / "src").mkdir()
-    for i, name in enumerate(names):
-        torch.save(attention("v1", 2, seed=i), tmp_path / "src" / name)
-    with pytest.raises(CheckpointError, match=rf"(?s)numbers of their layers.*{names[0]}.*{names[1]}"):
-        convert(tmp_path / "src", tmp_path / "dest", source="unilm-v1")
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_cast_is_verified_against_the_rounded_source(variant: str, tmp_path: Path) -> None:
+def test_cast_is_verified_against_the_rounded_source(variant: str, tmp_path: Path) -> None:
     source = save_model(tmp_path / "src", tiny_config(variant))
     there = convert(source, tmp_path / "there", target=f"unilm-{variant}", dtype="bfloat16", verify=True)
-    convert(save_model(tmp_path / "again", tiny_config(variant)), tmp_path / "unilm", target=f"unilm-{variant}")
+    convert(source, tmp_path / "unilm", target=f"unilm-{variant}", verify=False)
     back = convert(tmp_path / "unilm", tmp_path / "back", source=f"unilm-{variant}", dtype="bfloat16", verify=True)
-    for folder in (there, back):
-        verification = json.loads((folder / "conversion.json").read_text())["verification"]
-        assert verification["max_difference"] <= 1e-5 * verification["largest_output"]
+    for result in map(verification, (there, back)):
+        assert result["max_difference"] <= 1e-5 * result["largest_output"]

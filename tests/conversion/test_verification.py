@@ -1,20 +1,14 @@
-import gc
 import json
-import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from diffllama.conversion.verification import (
     TOLERANCE,
-    Outputs,
     Verification,
-    compare,
     measure,
     model_outputs,
     token_ids,
@@ -38,7 +32,7 @@ def measured(got: list[torch.Tensor], tolerance: float | None = 0.0) -> Verifica
 # measure
 
 
-def test_equal_outputs_are_equal() -> None:
+def test_equal_outputs_are_bit_equal() -> None:
     assert measured(outputs([1.0, -8.0], [2.0, 3.0])) == Verification(
         compared="logits",
         dtype="float32",
@@ -55,29 +49,28 @@ def test_equal_outputs_are_equal() -> None:
 
 
 def test_differences_are_measured() -> None:
-    found = measured(outputs([1.5, -8.0], [2.0, 1.0]), 0.25)
-    assert (found.max_difference, found.mean_difference, found.largest_output) == (2.0, 0.625, 8.0)
-    assert (found.bit_equal, found.same_top_token, found.tolerance) == (False, 0.5, 0.25)
+    verification = measured(outputs([1.5, -8.0], [2.0, 1.0]), 0.25)
+    assert (verification.max_difference, verification.mean_difference) == (2.0, 0.625)
+    assert (verification.bit_equal, verification.same_top_token, verification.tolerance) == (False, 0.5, 0.25)
 
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_outputs_with_and_without_cache_both_count(cached: bool) -> None:
     got = outputs([1.0, -8.0], [2.0, 3.0])
     got[cached][0, 1, 0] += 2
-    found = measured(got)
-    assert (found.max_difference, found.mean_difference, found.same_top_token) == (2.0, 0.25, 0.75)
-    assert not found.bit_equal
-    assert not found.passed
+    verification = measured(got)
+    assert (verification.max_difference, verification.mean_difference) == (2.0, 0.25)
+    assert (verification.bit_equal, verification.same_top_token, verification.passed) == (False, 0.75, False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_differences_are_taken_in_float64(dtype: torch.dtype) -> None:
     expected, got = torch.ones(3, 4, 5, dtype=dtype), torch.ones(3, 4, 5, dtype=dtype)
     got[0, 0, 0] += torch.finfo(dtype).eps
-    found = measure([expected, expected], [got, expected], 0.0, "attention outputs")
-    assert found.max_difference == torch.finfo(dtype).eps
-    assert (found.dtype, found.sequences, found.length) == (str(dtype)[6:], 3, 4)
-    assert (found.compared, found.bit_equal) == ("attention outputs", False)
+    verification = measure([expected, expected], [got, expected], 0.0, "attention outputs")
+    assert verification.max_difference == torch.finfo(dtype).eps
+    assert (verification.dtype, verification.sequences, verification.length) == (str(dtype)[6:], 3, 4)
+    assert (verification.compared, verification.bit_equal) == ("attention outputs", False)
 
 
 # passed
@@ -99,14 +92,13 @@ def test_differences_are_taken_in_float64(dtype: torch.dtype) -> None:
         (torch.nan, None, False),
     ],
 )
-def test_a_promise_is_kept_or_not(difference: float, tolerance: float | None, passed: bool) -> None:
+def test_differences_pass_within_the_tolerance(difference: float, tolerance: float | None, passed: bool) -> None:
     assert measured(outputs([1.0, -8.0], [2.0 + difference, 3.0]), tolerance).passed is passed
 
 
-@pytest.mark.parametrize("tolerance", [0.0, 1e9])
-def test_not_a_number_is_never_verified_even_on_both_sides(tolerance: float) -> None:
+def test_nan_on_both_sides_does_not_pass() -> None:
     both = outputs([1.0, -8.0], [torch.nan, 3.0])
-    assert not measure(both, outputs([1.0, -8.0], [torch.nan, 3.0]), tolerance, "logits").passed
+    assert not measure(both, both, 1e9).passed
 
 
 # conversion.json and the text
@@ -137,7 +129,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_text_says_the_numbers_and_a_record_brings_the_verification_back(name: str) -> None:
+def test_text_has_the_numbers_and_a_record_brings_the_verification_back(name: str) -> None:
     verification = EXAMPLES[name]
     assert str(verification) == TEXTS[name]
     record = verification.as_dict()
@@ -145,7 +137,7 @@ def test_the_text_says_the_numbers_and_a_record_brings_the_verification_back(nam
     assert Verification.from_dict(json.loads(json.dumps(record, allow_nan=False))) == verification
 
 
-# promise
+# tolerance_for
 
 
 @pytest.mark.parametrize(
@@ -163,7 +155,7 @@ def test_the_text_says_the_numbers_and_a_record_brings_the_verification_back(nam
     ],
     ids=str,
 )
-def test_what_is_promised(
+def test_tolerance_follows_from_dtype_and_kind_of_conversion(
     stored: torch.dtype, bit_equal: bool, exact: bool, dtype: torch.dtype, tolerance: float | None
 ) -> None:
     assert tolerance_for(stored, bit_equal, exact) == (dtype, tolerance)
@@ -172,18 +164,16 @@ def test_what_is_promised(
 # Inputs and outputs
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 97, 128256])
+@pytest.mark.parametrize("vocab_size", [1, 97, 128256])
 @pytest.mark.parametrize(("max_length", "length"), [(1, 1), (5, 5), (32, 32), (4096, 32)])
-def test_tokens_are_always_the_same_and_in_range(vocab_size: int, max_length: int, length: int) -> None:
-    ids, state = token_ids(vocab_size, max_length), torch.get_rng_state()
+def test_token_ids_are_always_the_same_and_in_range(vocab_size: int, max_length: int, length: int) -> None:
+    state = torch.get_rng_state()
+    ids = token_ids(vocab_size, max_length)
+    assert torch.equal(torch.get_rng_state(), state)
     torch.rand(1)
     assert torch.equal(ids, token_ids(vocab_size, max_length))
-    torch.set_rng_state(state)
-    token_ids(vocab_size, max_length)
-    assert torch.equal(torch.get_rng_state(), state)  # those of others are left alone
     assert ids.shape == (3, length)
-    assert ids.min() >= 0
-    assert ids.max() < vocab_size
+    assert 0 <= ids.min() <= ids.max() < vocab_size
 
 
 class Recorder:
@@ -199,59 +189,18 @@ class Recorder:
 
 
 @pytest.mark.parametrize(("length", "first"), [(32, 21), (5, 3), (2, 1), (1, 1)])
-def test_tokens_go_in_at_once_or_one_by_one_after_the_first_two_thirds(length: int, first: int) -> None:
-    whole, steps = Recorder(length), Recorder(length)
-    assert torch.equal(model_outputs(whole)(False)[..., 0], token_ids(97, length))
-    assert torch.equal(model_outputs(steps)(True)[..., 0], token_ids(97, length))
-    assert whole.calls == [(length, False, None)]
-    assert steps.calls == [(first, True, None), *((1, True, i) for i in range(1, 1 + length - first))]
+def test_tokens_go_in_at_once_and_one_by_one_after_the_first_two_thirds(length: int, first: int) -> None:
+    recorder = Recorder(length)
+    for logits in model_outputs(recorder):
+        assert torch.equal(logits[..., 0], token_ids(97, length))
+    one_by_one = [(1, True, calls) for calls in range(2, 2 + length - first)]
+    assert recorder.calls == [(length, False, None), (first, True, None), *one_by_one]
 
 
 @pytest.mark.parametrize("length", [1, 2, 256])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_cache_changes_nothing(variant: str, length: int) -> None:
-    compute = model_outputs(tiny_model(variant, max_position_embeddings=length))
-    whole, steps = compute(False), compute(True)
+def test_cache_changes_nothing(variant: str, length: int) -> None:
+    whole, steps = model_outputs(tiny_model(variant, max_position_embeddings=length))
     assert whole.shape == steps.shape == (3, min(32, length), 97)
     assert not whole.requires_grad
     assert (whole - steps).abs().max() <= TOLERANCE * whole.abs().max()
-
-
-# compare
-
-
-def loader(model: Callable[[], PreTrainedModel], refs: list[weakref.ref], alive: list[int]) -> Callable[[], Outputs]:
-    """Loads a model, and counts the models that are there already."""
-
-    def load() -> Outputs:
-        alive.append(sum(ref() is not None for ref in refs))
-        loaded = model()
-        refs.append(weakref.ref(loaded))
-        return model_outputs(loaded)
-
-    return load
-
-
-def test_one_side_at_a_time_is_in_memory() -> None:
-    refs: list[weakref.ref] = []
-    alive: list[int] = []
-    gc.disable()  # references alone have to do
-    try:
-        found = compare(loader(tiny_model, refs, alive), loader(tiny_model, refs, alive), 0.0)
-        assert alive == [0, 0]
-        assert [ref() for ref in refs] == [None, None]
-    finally:
-        gc.enable()
-    assert found.bit_equal
-    assert (found.sequences, found.length, found.tolerance, found.compared) == (3, 32, 0.0, "logits")
-
-
-@pytest.mark.parametrize("fault", [False, True], ids=["whole", "cached"])
-def test_a_fault_with_or_without_cache_is_found(fault: bool) -> None:
-    def side(wrong: bool | None) -> Outputs:
-        return lambda cached: torch.ones(3, 32, 97) + (cached is wrong)
-
-    assert compare(lambda: side(None), lambda: side(None), 0.0).bit_equal
-    for source, result in ((None, fault), (fault, None)):
-        found = compare(lambda: side(source), lambda: side(result), 0.0)  # noqa: B023 - called at once
-        assert (found.max_difference, found.mean_difference, found.passed) == (1.0, 0.5, False)
