@@ -41,19 +41,16 @@ def find_files(files: str | list[str]) -> list[Path]:
         ValueError: one of them names no file, or a file of no known suffix.
     """
     names = [files] if isinstance(files, str) else files
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
+    if not names or "" in names:
         raise ValueError(f"`data.files` must be a path, folder or pattern, or a list of them, got {files!r}.")
     found: list[Path] = []
     for name in names:
         path = Path(name).expanduser()
-        if path.is_file():
-            if not file_format(path):
-                raise ValueError(f"`data.files`: {name} must end in one of {', '.join(FORMATS)}, compressed or not.")
-            found.append(path)
-            continue
-        pattern = f"{escape(str(path))}/**" if path.is_dir() else str(path)
-        paths = [Path(match) for match in sorted(glob(pattern, recursive=True))]
-        paths = [path for path in paths if path.is_file() and file_format(path)]
+        if path.is_file() and not file_format(path):
+            raise ValueError(f"`data.files`: {name} must end in one of {', '.join(FORMATS)}, compressed or not.")
+        pattern = f"{escape(str(path))}{'/**' if path.is_dir() else ''}" if path.exists() else str(path)
+        matches = map(Path, sorted(glob(pattern, recursive=True)))
+        paths = [match for match in matches if match.is_file() and file_format(match)]
         if not paths:
             raise ValueError(f"`data.files`: {name} names no file with text ({', '.join(FORMATS)}).")
         found += paths
@@ -123,34 +120,13 @@ def iter_column(rows: Iterable[dict[str, Any]], column: str) -> Iterator[str]:
             yield row[column]
 
 
-def batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts, of about `BATCH` characters together or alone, without empty ones."""
-    batch: list[str] = []
-    characters = 0
-    for text in texts:
-        if text:
-            batch.append(text)
-            characters += len(text)
-        if characters >= BATCH:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
 def pack(
     documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int, max_tokens: int | None = None
 ) -> Iterator[dict[str, list[int]]]:
     """Cuts the stream of all documents into sequences of `length` tokens.
 
     Each document is encoded as the tokenizer does it and ended by its end-of-text token; nothing is lost but what
-    does not fill the last sequence. Documents without text are left out.
-
-    Args:
-        documents: texts.
-        tokenizer: with an `eos_token`.
-        length: tokens of a sequence.
-        max_tokens: where to stop.
+    does not fill the last sequence, or comes after `max_tokens`. Documents without text are left out.
 
     Raises:
         ValueError: all texts together do not fill a sequence.
@@ -171,11 +147,23 @@ def pack(
 
 
 def tokenised(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """The tokens of several documents at a time, each document ended by the end-of-text token."""
+    """The tokens of documents of about `BATCH` characters together, each ended by the end-of-text token."""
     end = tokenizer.eos_token_id
-    for batch in batches(documents):
+
+    def encode(batch: list[str]) -> list[int]:
         encoded = tokenizer(batch, verbose=False)["input_ids"]
-        yield [token for ids in encoded for token in (ids if ids[-1:] == [end] else [*ids, end])]
+        return [token for ids in encoded for token in (ids if ids[-1:] == [end] else [*ids, end])]
+
+    batch: list[str] = []
+    characters = 0
+    for text in filter(None, documents):
+        batch.append(text)
+        characters += len(text)
+        if characters >= BATCH:
+            yield encode(batch)
+            batch, characters = [], 0
+    if batch:
+        yield encode(batch)
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:

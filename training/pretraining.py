@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -48,11 +48,6 @@ REVISION = "data.revision"
 
 OTHERS = ("checkpoint-*", "config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json", "*.bin")
 """What another model or training leaves in a folder."""
-
-PROBE_TOKENS = 256
-"""So many tokens of the text are measured on, how far the two maps are apart."""
-
-T = TypeVar("T")
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -130,13 +125,12 @@ def training_arguments(settings: Mapping[str, Any], of_baseline: bool) -> Traini
 def build_model(
     fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, length: int, of_baseline: bool
 ) -> PreTrainedModel:
-    """The model to train, in float32: a new one, or one to go on with.
+    """The model to train, in float32: a new one, or one to go on with; or the matched Transformer of either.
 
     Args:
         fields: of `DiffLlamaConfig`; with `preset`, those that differ from it, with `from`, from the model there.
-        tokenizer: has the ids of special tokens, and by default says how many there are.
+        tokenizer: has the ids of special tokens, and by default says how many tokens there are.
         length: of sequences, in tokens.
-        of_baseline: make the matched Transformer, or load it from `baseline_from`.
 
     Raises:
         ValueError: the sources of the model contradict each other or are no differential model, or the tokenizer has
@@ -146,11 +140,11 @@ def build_model(
     if "preset" in fields and "from" in fields:
         raise ValueError("`model` can have `preset` or `from`, not both.")
     options = {"attn_implementation": fields.get("attn_implementation", "sdpa"), "dtype": torch.float32}
-    local = {"trust_remote_code": False}  # what `import diffllama` registers is enough
     if "from" in fields:
         if of_baseline and "baseline_from" not in fields:
             raise ValueError("`model.baseline_from` must name the Transformer to compare `model.from` with.")
         source = fields["baseline_from" if of_baseline else "from"]
+        local = {"trust_remote_code": False}  # what `import diffllama` registers is enough
         config = AutoConfig.from_pretrained(source, **own, **local)
         if not of_baseline and config.model_type != DiffLlamaConfig.model_type:
             raise ValueError(
@@ -240,12 +234,11 @@ def check_folder(folder: Path, record: Mapping[str, Any]) -> None:
             )
 
 
-def from_main_process(make: Callable[[], T]) -> T:
+def from_main_process(make: Callable[[], Any]) -> Any:
     """What the main process makes, on every process."""
     values = [make() if PartialState().is_main_process else None]
     broadcast_object_list(values)
-    made: Any = values[0]
-    return made
+    return values[0]
 
 
 def resolve_source(source: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -257,10 +250,9 @@ def resolve_source(source: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def make_record(settings: Mapping[str, Any], source: Mapping[str, Any], sequences: str) -> dict[str, Any]:
-    """What must not change when a training goes on, as its folder keeps it.
+    """What must not change when a training goes on, as its folder keeps it. (How attention is computed may change.)
 
     Args:
-        settings: of the training. How attention is computed may change: the model is the same.
         source: what is read, at a commit if it is a repository's.
         sequences: the fingerprint of what is read, tokenised and packed.
     """
@@ -279,22 +271,18 @@ def make_record(settings: Mapping[str, Any], source: Mapping[str, Any], sequence
 
 
 class StreamCallback(TrainerCallback, ExportableState):
-    """Has a Trainer write into trainer_state.json where a stream goes on, and go on there.
+    """Has a Trainer write into trainer_state.json where a stream goes on, and go on there from a checkpoint.
 
-    Args:
-        stream: what is trained on.
-        per_step: its sequences in a step of all processes.
-        checkpoint: from where the training goes on.
+    A step of all processes has `per_step` sequences.
     """
 
-    def __init__(self, stream: PackedStream, per_step: int, checkpoint: Path | None) -> None:
-        self.stream, self.per_step, self.checkpoint = stream, per_step, checkpoint
+    def __init__(self, trainer: Trainer, stream: PackedStream, per_step: int, checkpoint: Path | None) -> None:
+        self.trainer, self.stream, self.per_step, self.checkpoint = trainer, stream, per_step, checkpoint
         self.position = stream.states[0]
-        self.trainer: Trainer | None = None  # which is made with its callbacks
 
     def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Restores random numbers. A Trainer that skips no data does so before its data loader draws some."""
-        if self.checkpoint and self.trainer:
+        if self.checkpoint:
             self.trainer._load_rng_state(str(self.checkpoint))
             self.checkpoint = None
 
@@ -317,34 +305,31 @@ def train(
     of_baseline: bool,
 ) -> None:
     """Trains, or goes on, in a folder that no other run uses. The arguments are what `pretrain` makes of its file."""
-    folder, length = Path(arguments.output_dir), settings["sequence_length"]
-    held_out = settings["data"].get("evaluation_sequences", 0)
+    folder, length, data = Path(arguments.output_dir), settings["sequence_length"], settings["data"]
+    held_out, per_step = data.get("evaluation_sequences", 0), settings["tokens_per_step"] // length
     checkpoint = last_checkpoint(folder)
     set_seed(arguments.seed)
     model = build_model(settings["model"], tokenizer, length, of_baseline)
 
-    streaming: StreamCallback | None = None
     rows: Any
     evaluated: Any
-    if settings["data"].get("streaming"):
-        per_step = settings["tokens_per_step"] // length
+    if data.get("streaming"):
         state = read_json(checkpoint / "trainer_state.json")["stateful_callbacks"] if checkpoint else {}
         begin = state[StreamCallback.__name__]["attributes"]["stream"] if checkpoint else None
         rows = PackedStream(tokenizer, length, arguments.max_steps * per_step, held_out, begin, **source)
         evaluated = from_main_process(lambda: list(PackedStream(tokenizer, length, max(1, held_out), **source)))
         probe = evaluated[0]
-        streaming = StreamCallback(rows, per_step, checkpoint)
         arguments.ignore_data_skip = True  # the stream goes on by itself
     else:
         with arguments.main_process_first(desc="tokenising"):
-            sequences = load_packed_dataset(tokenizer, length, cache_dir=settings["data"].get("cache_dir"), **source)
-        if len(sequences) <= held_out:
+            sequences = load_packed_dataset(tokenizer, length, cache_dir=data.get("cache_dir"), **source)
+        trained = len(sequences) - held_out
+        if trained < 1:
             raise ValueError(
                 f"`data.evaluation_sequences` must leave some to train on: {held_out} of {len(sequences)}."
             )
-        rows = sequences.select(range(len(sequences) - held_out))
-        evaluated = sequences.select(range(len(sequences) - held_out, len(sequences))) if held_out else None
-        probe = sequences[-1]
+        rows, probe = sequences.select(range(trained)), sequences[-1]
+        evaluated = sequences.select(range(trained, len(sequences))) if held_out else None
 
     trainer = Trainer(
         model,
@@ -353,14 +338,12 @@ def train(
         train_dataset=rows,
         eval_dataset=evaluated if held_out else None,
         processing_class=tokenizer,
-        callbacks=[StopOnNonFiniteCallback(), *([streaming] if streaming else [])],
+        callbacks=[StopOnNonFiniteCallback()],
     )
-    if streaming:
-        streaming.trainer = trainer
-    if not of_baseline:
-        trainer.add_callback(
-            DifferentialStatsCallback(trainer, torch.tensor(probe["input_ids"][:PROBE_TOKENS]).unsqueeze(0))
-        )
+    if isinstance(rows, PackedStream):
+        trainer.add_callback(StreamCallback(trainer, rows, per_step, checkpoint))
+    if not of_baseline:  # a few hundred tokens are enough to measure on
+        trainer.add_callback(DifferentialStatsCallback(trainer, torch.tensor([probe["input_ids"][:256]])))
     if arguments.should_save:
         write_json(folder / f"{RECORD}.part", record)
         os.replace(folder / f"{RECORD}.part", folder / RECORD)

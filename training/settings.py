@@ -3,7 +3,7 @@
 """A pre-training file, as far as it can be read and checked without importing torch."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,13 +69,8 @@ class Pretraining(Section):
 def validate(section: type[Section], values: Any, where: str) -> dict[str, Any]:
     """The values of a section, with whole numbers where they belong.
 
-    Args:
-        section: the fields.
-        values: theirs.
-        where: the file, and the section's name within it.
-
     Raises:
-        ValueError: names the first field that is wrong, its value and the rule.
+        ValueError: names the file and section (`where`), the first field that is wrong, its value and the rule.
     """
     try:
         return section.model_validate(values).model_dump(exclude_unset=True)
@@ -84,8 +79,11 @@ def validate(section: type[Section], values: Any, where: str) -> dict[str, Any]:
         first, loc = errors[0], errors[0]["loc"][:2]
         *parents, name = map(str, loc)
         if first["type"] == "extra_forbidden":
-            known = Data.model_fields if parents else section.model_fields
-            problem = "".join(f"`{parent}`: " for parent in parents) + unknown_field(name, known)
+            known = sorted(Data.model_fields if parents else section.model_fields)
+            close = difflib.get_close_matches(name, known, 1)
+            few = f" Known: {', '.join(known)}." if len(known) < 20 else ""
+            hint = f"; did you mean `{close[0]}`?" if close else f".{few}"
+            problem = "".join(f"`{parent}`: " for parent in parents) + f"there is no field `{name}`{hint}"
         elif first["type"] == "missing":
             problem = f"`{name}` is missing" + "; a `recipe` has one." * name.endswith(("step", "th"))
         elif first["type"] == "value_error":
@@ -97,22 +95,8 @@ def validate(section: type[Section], values: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: {problem}") from None
 
 
-def unknown_field(name: str, known: Iterable[str]) -> str:
-    """Says that a field does not exist, and which one may be meant."""
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, 1)
-    few = f" Known: {', '.join(known)}." if len(known) < 20 else ""
-    return f"there is no field `{name}`" + (f"; did you mean `{close[0]}`?" if close else "." + few)
-
-
 def check_fields(values: Mapping[str, Any], types: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The values of fields, of which numbers are checked. Raises `ValueError` as `validate` does.
-
-    Args:
-        values: by field.
-        types: of all fields that exist.
-        where: the file and the section.
-    """
+    """The values of fields, of which numbers are checked, given the types of all fields that exist. See `validate`."""
     numbers = {int: Whole, float: float}
     fields: dict[str, Any] = {name: (numbers.get(kind, Any), None) for name, kind in types.items()}
     return validate(create_model("Fields", __base__=Section, **fields), values, where)

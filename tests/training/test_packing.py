@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.data_loader import IterableDatasetShard
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
@@ -287,18 +286,6 @@ def test_stream_has_the_packed_sequences_and_goes_on_after_any(suffix: str, monk
         again = stream(state=state)
         assert [row["input_ids"] for row in again] == expected[done:], done
         assert again.state(done) == state
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_processes_that_share_a_stream_have_each_sequence_once(batch: int) -> None:
-    folder = dataset("jsonl")
-    stream = packing.PackedStream(TOKENIZER, 8, 24, dataset=folder)
-    parts = [list(IterableDatasetShard(stream, batch, num_processes=2, process_index=rank)) for rank in (0, 1)]
-    assert [len(part) for part in parts] == [12, 12]
-    dealt = []
-    for start in range(0, 12, batch):
-        dealt += parts[0][start : start + batch] + parts[1][start : start + batch]
-    assert dealt == list(stream)
 
 
 def test_a_stream_without_a_sequence_ends_with_the_reason() -> None:

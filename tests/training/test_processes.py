@@ -4,77 +4,76 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, DistributedType, PartialState
 from accelerate.utils import merge_fsdp_weights
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from diffllama import DiffLlamaForCausalLM
-from support import subprocess_runner
+from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention
+from diffllama.training import DifferentialStatsCallback, StopOnNonFiniteCallback
 from support.accelerate_configs import NO_DEEPSPEED, environment, launch_arguments
+from support.forked_processes import call_in_processes
 from support.tiny_models import VARIANTS, tiny_model, tokens
 
 
 pytestmark = pytest.mark.slow
 
-TESTS = Path(__file__).parents[1]
+STEPS = 4
+ROWS = [{"input_ids": row, "labels": row} for row in tokens(32, 12)]
 
-TRAIN = """
-import json, os, sys
-import torch
-from accelerate.state import AcceleratorState, DistributedType, PartialState
-from safetensors.torch import save_file
-from support.tiny_models import VARIANTS, tokens
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-from diffllama import DiffLlamaForCausalLM
-from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention
-from diffllama.training import DifferentialStatsCallback, StopOnNonFiniteCallback
 
-processes = int(os.environ.get("WORLD_SIZE", 1))
-rows = [tokens(12, seed=i) for i in range(32)]
-compute_lambda, precisions = DiffLlamaAttention.differential_lambda, set()
-
-def watched(layer, hidden_states):
-    value = compute_lambda(layer, hidden_states)
-    precisions.add((str(hidden_states.dtype), str(value.dtype)))
-    return value
-
-DiffLlamaAttention.differential_lambda = watched
-
-def kept(parameter):
+def kept(parameter: Any) -> float:
+    """The fraction of a parameter that a process has."""
     if hasattr(parameter, "ds_tensor"):
         return parameter.ds_tensor.numel() / parameter.ds_numel
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return local.numel() / parameter.numel()
 
-def train(variant, name, environment):
-    os.environ.update(environment)
-    fsdp, zero = "ACCELERATE_USE_FSDP" in environment, "ACCELERATE_USE_DEEPSPEED" in environment
+
+@contextmanager
+def lambda_precisions() -> Iterator[set[tuple[str, str]]]:
+    """The dtypes that λ is computed from, and in."""
+    compute, precisions = DiffLlamaAttention.differential_lambda, set()
+
+    def watched(layer: DiffLlamaAttention, hidden_states: torch.Tensor) -> torch.Tensor:
+        value = compute(layer, hidden_states)
+        precisions.add((str(hidden_states.dtype), str(value.dtype)))
+        return value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DiffLlamaAttention, "differential_lambda", watched)
+        yield precisions
+
+
+def train(variant: str, name: str, variables: dict[str, str], processes: int) -> None:
+    """One of `RUNS`, in each of its processes, which have these variables of the environment."""
+    zero = "ACCELERATE_USE_DEEPSPEED" in variables
     if zero:  # which `use_cpu` would leave out
         AcceleratorState._reset_state(reset_partial_state=True)
         PartialState(backend="gloo")
     folder = f"{variant}/{name}"
     arguments = TrainingArguments(
-        folder, max_steps=6, per_device_train_batch_size=4 // processes, learning_rate=1e-3, logging_steps=1,
-        save_steps=3, lr_scheduler_type="constant", report_to=[], seed=1, use_cpu=not zero, disable_tqdm=True,
+        folder, max_steps=STEPS, per_device_train_batch_size=4 // processes, learning_rate=1e-3, logging_steps=1,
+        save_steps=STEPS // 2, lr_scheduler_type="constant", report_to=[], seed=1, use_cpu=not zero, disable_tqdm=True,
         accelerator_config={"use_configured_state": zero}, ddp_backend="gloo" if processes > 1 else None,
-    )
-    if fsdp:  # accelerate shards on GPUs alone; where it believes that it has some, it shards on CPUs
+    )  # fmt: skip
+    if "ACCELERATE_USE_FSDP" in variables:  # accelerate shards on GPUs alone, or on CPUs if it believes to have GPUs
         arguments.distributed_state.distributed_type = DistributedType.MULTI_GPU
-    model = DiffLlamaForCausalLM.from_pretrained(f"{variant}/begin")
-    trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
+    trainer = Trainer(DiffLlamaForCausalLM.from_pretrained(f"{variant}/begin"), arguments, train_dataset=ROWS)
     trainer.add_callback(DifferentialStatsCallback(trainer, tokens(1, 9)))
     trainer.add_callback(StopOnNonFiniteCallback())
-    precisions.clear()
-    trainer.train(resume_from_checkpoint=f"{folder}/begun" if os.path.exists(f"{folder}/begun") else None)
+    with lambda_precisions() as precisions:
+        trainer.train(resume_from_checkpoint=f"{folder}/begun" if os.path.exists(f"{folder}/begun") else None)
     facts = {
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "cosines": [entry["diff_cosine"] for entry in trainer.state.log_history if "diff_cosine" in entry],
@@ -87,49 +86,36 @@ def train(variant, name, environment):
     trainer.save_model()
     if trainer.is_world_process_zero():
         save_file({"logits": logits}, f"{folder}/logits.safetensors")
-        with open(f"{folder}/facts.json", "w") as file:
-            json.dump(facts, file)
-    for key in environment:
-        del os.environ[key]
+        Path(folder, "facts.json").write_text(json.dumps(facts))
 
-for name, environment in json.loads(sys.argv[1]).items():
-    for variant in VARIANTS:
-        train(variant, name, environment)
 
-for variant in VARIANTS if processes > 1 else ():  # heads in parallel
+@torch.no_grad()
+def compute_heads_in_parallel(variant: str) -> None:
+    """Each process has some of the heads."""
     model = AutoModelForCausalLM.from_pretrained(f"{variant}/begin", tp_plan="auto").eval()
     layer = model.model.layers[0].self_attn
-    mine, heads = layer.q_proj.weight, model.config.num_attention_heads
-    mine = mine.to_local() if hasattr(mine, "to_local") else mine
-    with torch.no_grad():
-        logits = model(tokens(2, 9)).logits
-        answer = model.generate(tokens(2, 5), max_new_tokens=8, do_sample=False)
+    mine = layer.q_proj.weight.to_local() if hasattr(layer.q_proj.weight, "to_local") else layer.q_proj.weight
+    assert 2 * len(mine) == model.config.num_attention_heads * layer.map_dim
+    logits = model(tokens(2, 9)).logits
+    answer = model.generate(tokens(2, 5), max_new_tokens=8, do_sample=False)
     if os.environ["RANK"] == "0":
-        assert 2 * len(mine) == heads * layer.map_dim, mine.shape
         save_file({"logits": logits, "answer": answer}, f"{variant}/parallel.safetensors")
-if processes > 1:
-    torch.distributed.barrier()  # none leaves while another needs it
-    torch.distributed.destroy_process_group()
-"""
 
 
 def run(environments: dict[str, dict[str, str]], processes: int, work: Path) -> None:
-    """Runs `TRAIN` in one or more processes, which find each other by gloo."""
-    env = os.environ | {
-        "PYTHONPATH": str(TESTS),
-        "CUDA_VISIBLE_DEVICES": "",
-        "ACCELERATE_TORCH_DEVICE": "cpu",  # else cpu:0, to which transformers 5.6 loads no checkpoint
-    }
-    if processes == 1:
-        path = f"import sys; sys.path.insert(0, {str(TESTS)!r})"
-        subprocess_runner.run(path + TRAIN, json.dumps(environments), environment=env, cwd=work)
-        return
-    program = work / "program.py"
-    program.write_text(TRAIN)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *launcher, str(program), json.dumps(environments)]
-    result = subprocess.run(command, env=env, cwd=work, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr[-8000:]
+    """Trains both variants with each environment; two processes then compute with heads in parallel."""
+
+    def each() -> None:
+        os.chdir(work)
+        for (name, variables), variant in itertools.product(environments.items(), VARIANTS):
+            with pytest.MonkeyPatch.context() as patch:
+                for variable, value in variables.items():
+                    patch.setenv(variable, value)
+                train(variant, name, variables, processes)
+        for variant in VARIANTS if processes > 1 else ():
+            compute_heads_in_parallel(variant)
+
+    call_in_processes(each, processes, work / f"store-of-{'-'.join(environments)}")
 
 
 def environment_of(file: str, *options: str) -> dict[str, str]:
@@ -154,7 +140,7 @@ RUNS: dict[str, tuple[int, str, dict[str, str]]] = {
     "two, then one": (1, "two", {}),
     "sharded, then one": (1, "sharded", {}),
 }
-"""How many processes, whose run they take up after three of the six steps, and what accelerate tells them.
+"""How many processes, whose run they take up after half of the steps, and what accelerate tells them.
 
 Neighbours of as many processes run in the same ones.
 """
@@ -194,7 +180,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for variant, name in itertools.product(VARIANTS, environments):
             if begun := RUNS[name][1]:
                 checkpoint = work / variant / name / "begun"
-                shutil.copytree(work / variant / begun / "checkpoint-3", checkpoint)
+                shutil.copytree(work / variant / begun / f"checkpoint-{STEPS // 2}", checkpoint)
                 if (name in CUT) != (begun in CUT):
                     translate(checkpoint)
         run(environments, processes, work)
@@ -211,38 +197,27 @@ def saved(trained: Path, variant: str, name: str) -> DiffLlamaForCausalLM:
     """What a run has saved, in one process."""
     folder = trained / variant / name
     if not (folder / "model.safetensors").exists():  # each process has saved its shards
-        merge_fsdp_weights(str(folder / "checkpoint-6" / "pytorch_model_fsdp_0"), str(folder))
+        merge_fsdp_weights(str(folder / f"checkpoint-{STEPS}" / "pytorch_model_fsdp_0"), str(folder))
         shutil.copy(trained / variant / "begin" / "config.json", folder)
     return DiffLlamaForCausalLM.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_processes_train_as_one_does_and_take_up_what_others_began(variant: str, name: str, trained: Path) -> None:
-    losses, alone = (facts(trained, variant, each)["losses"] for each in (name, "one"))
-    assert len(losses) == 6
-    assert losses == pytest.approx(alone, rel=1e-5)
-    weights, expected = (saved(trained, variant, each).state_dict() for each in (name, "one"))
-    assert weights.keys() == expected.keys()
-    for tensor in weights:
-        torch.testing.assert_close(weights[tensor], expected[tensor], rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_processes_measure_map_statistics_as_one_does(variant: str, name: str, trained: Path) -> None:
-    cosines, alone = (facts(trained, variant, each)["cosines"] for each in (name, "one"))
-    assert len(cosines) == 7
-    assert cosines == pytest.approx(alone, abs=1e-4)
-
-
-@pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
-def test_model_saved_by_processes_computes_the_same_in_one(variant: str, name: str, trained: Path) -> None:
-    facts(trained, variant, name)
+def test_processes_train_and_measure_as_one_does_and_take_up_what_others_began(
+    variant: str, name: str, trained: Path
+) -> None:
+    result, alone = (facts(trained, variant, each) for each in (name, "one"))
+    assert (len(result["losses"]), len(result["cosines"])) == (STEPS, STEPS + 1)
+    assert result["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert result["cosines"] == pytest.approx(alone["cosines"], abs=1e-4)
+    model, expected = saved(trained, variant, name), saved(trained, variant, "one").state_dict()
+    assert model.state_dict().keys() == expected.keys()
+    for tensor, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[tensor], rtol=0, atol=1e-4)
     logits = load_file(trained / variant / name / "logits.safetensors")["logits"]
-    torch.testing.assert_close(saved(trained, variant, name)(tokens(2, 9)).logits, logits, rtol=0, atol=1e-6)
+    torch.testing.assert_close(model(tokens(2, 9)).logits, logits, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", CUT)
@@ -266,8 +241,8 @@ def test_model_saved_by_processes_has_its_code(variant: str, name: str, trained:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_deepspeed_puts_its_shards_together_to_the_same_weights(variant: str, name: str, trained: Path) -> None:
     zero_to_fp32 = pytest.importorskip("deepspeed.utils.zero_to_fp32", reason=NO_DEEPSPEED)
-    checkpoint = trained / variant / name / "checkpoint-6"
-    assert len(list(checkpoint.glob("global_step6/*optim_states.pt"))) == 2
+    checkpoint = trained / variant / name / f"checkpoint-{STEPS}"
+    assert len(list(checkpoint.glob(f"global_step{STEPS}/*optim_states.pt"))) == 2
     together = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(checkpoint)
     for tensor, expected in saved(trained, variant, name).state_dict().items():
         assert torch.equal(together[tensor], expected)
