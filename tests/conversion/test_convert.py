@@ -2,14 +2,12 @@ import gc
 import hashlib
 import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -66,9 +64,11 @@ CODE = tuple(sorted(file.name for file in Path(modeling_diffllama.__file__).pare
 convert = partial(diffllama.convert, source="llama")
 
 
-def logits(model: PreTrainedModel) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(input_ids=tokens(2, 24)).logits
+@torch.no_grad()
+def assert_same_logits(folder: Path, source: Path) -> None:
+    """A folder of ours and its source, a Llama, give the same bits."""
+    models = DiffLlamaForCausalLM.from_pretrained(folder), LlamaForCausalLM.from_pretrained(source)
+    assert torch.equal(*(model(input_ids=tokens(2, 24)).logits for model in models))
 
 
 @pytest.fixture
@@ -80,8 +80,8 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def as_they_are(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def verification(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "conversion.json").read_text())["verification"]
 
 
 def by_columns(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ def by_columns(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.T.contiguous().T if tensor.ndim == 2 else tensor
 
 
-@pytest.mark.parametrize("layout", [None, as_they_are, by_columns], ids=["shards", "pickle", "not contiguous"])
+@pytest.mark.parametrize("layout", [None, torch.Tensor.clone, by_columns], ids=["shards", "pickle", "not contiguous"])
 def test_shards_and_pickles_become_shards_of_safetensors(
     layout: Callable[[torch.Tensor], torch.Tensor] | None, tmp_path: Path
 ) -> None:
@@ -105,20 +105,18 @@ def test_shards_and_pickles_become_shards_of_safetensors(
     shards = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".safetensors"))
     assert shards == [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     assert len(shards) > 3
-    converted = DiffLlamaForCausalLM.from_pretrained(folder)
-    assert torch.equal(logits(converted), logits(LlamaForCausalLM.from_pretrained(source)))
+    assert_same_logits(folder, source)
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_an_output_layer_beside_tied_embeddings_is_kept_if_it_differs(equal: bool, tmp_path: Path) -> None:
+def test_output_layer_beside_tied_embeddings_is_kept_if_it_differs(equal: bool, tmp_path: Path) -> None:
     source = llama(tmp_path / "src", tie_word_embeddings=True)
     head = load_file(source / "model.safetensors")[EMBEDDING].clone() if equal else torch.randn(97, 64)
     edit_weights(source, lambda weights: weights.update({"lm_head.weight": head}))
     folder = convert(source, tmp_path / "dest", verify=True)
-    converted = DiffLlamaForCausalLM.from_pretrained(folder)
-    assert converted.config.tie_word_embeddings is equal
+    assert DiffLlamaForCausalLM.from_pretrained(folder).config.tie_word_embeddings is equal
     assert ("lm_head.weight" in load_file(folder / "model.safetensors")) is not equal
-    assert torch.equal(logits(converted), logits(LlamaForCausalLM.from_pretrained(source)))
+    assert_same_logits(folder, source)
 
 
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -127,10 +125,10 @@ def test_tensors_keep_their_dtype_unless_another_is_asked_for(stored: torch.dtyp
     source = llama(tmp_path / "src")
     edit_config(source, dtype=str(stored).removeprefix("torch."))
 
-    def change(weights: dict[str, torch.Tensor]) -> None:
-        weights.update({name: tensor.to(stored) for name, tensor in weights.items() if "norm" not in name})
-
-    edit_weights(source, change)  # norms stay in float32
+    edit_weights(  # norms stay in float32
+        source,
+        lambda weights: weights.update({name: w.to(stored) for name, w in weights.items() if "norm" not in name}),
+    )
     folder = convert(source, tmp_path / "dest", dtype=dtype, verify=False)
     weights = load_file(folder / "model.safetensors")
     for name, tensor in weights.items():
@@ -139,7 +137,7 @@ def test_tensors_keep_their_dtype_unless_another_is_asked_for(stored: torch.dtyp
     assert DiffLlamaForCausalLM.from_pretrained(folder).dtype == weights["lm_head.weight"].dtype
 
 
-def test_the_folder_is_complete(source: Path, tmp_path: Path) -> None:
+def test_folder_is_complete(source: Path, tmp_path: Path) -> None:
     before = snapshot(source)
     counts: list[tuple[int, int]] = []
     folder = convert(str(source), str(tmp_path / "new" / "dest"), progress=lambda *count: counts.append(count))
@@ -148,63 +146,51 @@ def test_the_folder_is_complete(source: Path, tmp_path: Path) -> None:
     assert counts[-1][0] == counts[-1][1] == pytest.approx(total, rel=0.01)
     assert folder == tmp_path / "new" / "dest"
     assert snapshot(source) == before
-    assert {file.name for file in folder.iterdir()} == {
-        *CODE,
-        "LICENSE",
-        "README.md",
-        "chat_template.jinja",
-        "config.json",
-        "conversion.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
+    copied = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"}
+    written = {"LICENSE", "README.md", "config.json", "conversion.json", "model.safetensors"}
+    assert {file.name for file in folder.iterdir()} == {*CODE, *copied, *written}
     for name in CODE:
         text, origin = split_version_line((folder / name).read_text())
         assert text == Path(modeling_diffllama.__file__).with_name(name).read_text()
         assert origin.startswith(__version__)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+    for name in copied:
         assert (folder / name).read_bytes() == (source / name).read_bytes()
 
 
-def test_conversion_json_says_what_was_made_of_what_and_no_path(source: Path, tmp_path: Path) -> None:
+def test_record_and_card_tell_source_result_and_verification_and_no_path(source: Path, tmp_path: Path) -> None:
     folder = convert(source, tmp_path / "dest", dtype="bfloat16")
     record = json.loads((folder / "conversion.json").read_text())
     content = (source / "model.safetensors").read_bytes()
     header = content[8 : 8 + int.from_bytes(content[:8], "little")]
     assert record["tool"] == f"diffllama {__version__}"
-    assert record["source"] == {
-        "format": "llama",
-        "model_type": "llama",
-        "name": "src",
-        "index_sha256": hashlib.sha256(header).hexdigest(),
-    }
-    made = fingerprint(open_checkpoint(folder))
-    assert record["result"] == {"format": "diff_llama", "variant": "v2", "fingerprint": made}
+    sha256, digest = hashlib.sha256(header).hexdigest(), fingerprint(open_checkpoint(folder))
+    assert record["source"] == {"format": "llama", "model_type": "llama", "name": "src", "index_sha256": sha256}
+    assert record["result"] == {"format": "diff_llama", "variant": "v2", "fingerprint": digest}
     assert record["options"] == {"variant": None, "gqa_layout": None, "dtype": "bfloat16"}
     assert record["verification"].items() >= {
         "compared": "logits", "dtype": "bfloat16", "bit_equal": True, "max_difference": 0.0, "passed": True,
         "attn_implementation": "sdpa", "sdpa_difference": None,
     }.items()  # fmt: skip
-    card = (folder / "README.md").read_text()
-    assert "tokens in bfloat16, sdpa attention" in card
-    assert "| bit-equal | yes |" in card
     assert not [file for file in folder.iterdir() if str(tmp_path).encode() in file.read_bytes()]
-    assert record["source"]["index_sha256"] in (folder / "README.md").read_text()
+    card = ModelCard.load(folder / "README.md")
+    for text in ("tokens in bfloat16, sdpa attention", "| bit-equal | yes |", sha256, "messages = ["):
+        assert text in card.text
+    assert f"| parameters | {DiffLlamaForCausalLM.from_pretrained(folder).num_parameters():,} |" in card.text
+    assert "{" + "{" not in card.text
+    assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
+    assert card.data.tags == ["diffllama", "differential-attention", "diff-v2"]
 
 
-def test_a_model_that_does_not_fit_into_memory_is_not_verified_unless_asked_for(
+def test_model_that_does_not_fit_into_memory_is_not_verified_unless_asked_for(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
     for verify in (None, False, True):
         folder = convert(source, tmp_path / f"dest-{verify}", verify=verify)
-        verification = json.loads((folder / "conversion.json").read_text())["verification"]
         if verify:
-            assert verification["passed"] is True
+            assert verification(folder)["passed"] is True
         else:
-            (reason,) = verification.values()
+            (reason,) = verification(folder).values()
             assert ("not asked for" if verify is False else "GB of memory") in reason
             assert reason in (folder / "README.md").read_text()
 
@@ -235,21 +221,20 @@ def test_equal_bits_under_eager_attention_only_are_reported_as_that(
     measure = engine.measure
 
     def other_kernels(*sides: Any) -> Verification:
-        verification = measure(*sides)
-        return verification if sides[-1] == "eager" else replace(verification, bit_equal=False, max_difference=0.00125)
+        result = measure(*sides)
+        return result if sides[-1] == "eager" else replace(result, bit_equal=False, max_difference=0.00125)
 
     monkeypatch.setattr(engine, "measure", other_kernels)
     folder = convert(source, tmp_path / "dest")
-    verification = json.loads((folder / "conversion.json").read_text())["verification"]
     expected = {"attn_implementation": "eager", "bit_equal": True, "sdpa_difference": 0.00125, "passed": True}
-    assert verification.items() >= expected.items()
+    assert verification(folder).items() >= expected.items()
     card = (folder / "README.md").read_text()
     assert "tokens in float32, eager attention" in card
     assert "| bit-equal | yes, under eager attention only: under sdpa the largest difference is 0.00125 |" in card
 
 
 @pytest.mark.parametrize("implementation", ["owner/kernel", "flash_attention_2"])
-def test_a_sources_attention_function_is_neither_used_nor_carried_over(
+def test_attention_function_of_the_source_is_neither_used_nor_carried_over(
     implementation: str, source: Path, tmp_path: Path
 ) -> None:
     edit_config(source, _attn_implementation=implementation)
@@ -262,10 +247,10 @@ def test_a_sources_attention_function_is_neither_used_nor_carried_over(
         edit_config(source, _attn_implementation=implementation)
         source = convert(source, tmp_path / name, **options)
         assert implementation not in (source / "config.json").read_text()
-        assert json.loads((source / "conversion.json").read_text())["verification"]["passed"] is True
+        assert verification(source)["passed"] is True
 
 
-def test_a_result_that_computes_something_else_is_not_kept(
+def test_result_that_computes_something_else_is_not_kept(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = {**llama_map.WEIGHT_MAPS["v2"], f"{ONE}o_proj.weight": Rule(f"{ONE}o_proj.weight")}  # not doubled
@@ -279,7 +264,7 @@ def test_a_result_that_computes_something_else_is_not_kept(
 
 @pytest.mark.parametrize(("name", "value"), [(Q, torch.nan), ("model.norm.weight", torch.inf)])
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_source_with_nonfinite_weights_is_refused_by_tensor_and_file(
+def test_nonfinite_weights_are_refused_by_tensor_and_file(
     verify: bool, name: str, value: float, source: Path, tmp_path: Path
 ) -> None:
     edit_weights(source, lambda weights: weights[name].view(-1)[-1:].fill_(value))
@@ -290,7 +275,7 @@ def test_a_source_with_nonfinite_weights_is_refused_by_tensor_and_file(
 
 
 @pytest.mark.parametrize(("value", "fault", "verify"), [(40_000.0, "o_proj", True), (1e6, "q_proj", False)])
-def test_a_cast_that_overflows_is_refused_by_tensor(
+def test_cast_that_overflows_is_refused_by_tensor(
     value: float, fault: str, verify: bool, source: Path, tmp_path: Path
 ) -> None:
     name = f"{ONE.format(i=1)}{fault}.weight"
@@ -302,7 +287,7 @@ def test_a_cast_that_overflows_is_refused_by_tensor(
     assert convert(source, tmp_path / "dest", dtype="bfloat16", verify=False).is_dir()
 
 
-def test_a_tokenizer_that_encodes_otherwise_in_the_result_is_found(
+def test_tokenizer_that_encodes_otherwise_in_the_result_is_refused(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def copy(src: Path, folder: Path) -> None:
@@ -316,7 +301,7 @@ def test_a_tokenizer_that_encodes_otherwise_in_the_result_is_found(
     assert not (tmp_path / "dest").exists()
 
 
-def test_a_repository_of_the_hub_is_found_in_the_cache_by_name_and_revision(
+def test_repository_of_the_hub_is_found_in_the_cache_by_name_and_revision(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
@@ -336,7 +321,7 @@ def test_a_repository_of_the_hub_is_found_in_the_cache_by_name_and_revision(
         convert("some/other", tmp_path / "dest")
 
 
-def test_the_folder_generates_and_tokenizes_as_the_source_does(source: Path, tmp_path: Path) -> None:
+def test_folder_generates_and_tokenizes_as_the_source_does(source: Path, tmp_path: Path) -> None:
     folder = convert(source, tmp_path / "dest")
     settings = DiffLlamaForCausalLM.from_pretrained(folder).generation_config
     assert (settings.do_sample, settings.temperature, settings.top_p) == (True, 0.6, 0.9)
@@ -347,35 +332,21 @@ def test_the_folder_generates_and_tokenizes_as_the_source_does(source: Path, tmp
     assert new.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "w1 w7 w2"
 
 
-def test_settings_of_generation_that_contradict_each_other_are_no_obstacle(source: Path, tmp_path: Path) -> None:
+def test_contradicting_generation_settings_are_no_obstacle(source: Path, tmp_path: Path) -> None:
     settings = {"do_sample": False, "temperature": 0.9, "top_p": 0.6}  # as meta-llama/Llama-2-7b-hf has them
     (source / "generation_config.json").write_text(json.dumps(settings))
-    try:
-        LlamaForCausalLM.from_pretrained(source).save_pretrained(tmp_path / "again")
-    except ValueError:
-        pytest.skip("this version of transformers saves no model with such settings")
     written = json.loads((convert(source, tmp_path / "dest") / "generation_config.json").read_text())
-    assert {name: written[name] for name in settings} == settings
+    assert written == settings
 
 
 @pytest.mark.parametrize("tokenizer", ["with chat template", "without chat template", "none"])
-def test_the_card_shows_chat_only_where_the_tokenizer_has_a_template(tokenizer: str, tmp_path: Path) -> None:
+def test_card_shows_chat_only_where_the_tokenizer_has_a_template(tokenizer: str, tmp_path: Path) -> None:
     source = llama(tmp_path / "src")
     if tokenizer != "none":
         add_tokenizer(source, CHAT_TEMPLATE if tokenizer == "with chat template" else None)
     folder = convert(source, tmp_path / "dest", verify=False)
     assert ("messages = [" in (folder / "README.md").read_text()) is (tokenizer == "with chat template")
     assert bool(list(folder.glob("token*"))) is (tokenizer != "none")
-
-
-def test_the_card_has_metadata_and_numbers_of_the_model(source: Path, tmp_path: Path) -> None:
-    folder = convert(source, tmp_path / "dest")
-    card = ModelCard.load(folder / "README.md")
-    assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
-    assert card.data.tags == ["diffllama", "differential-attention", "diff-v2"]
-    assert f"| parameters | {DiffLlamaForCausalLM.from_pretrained(folder).num_parameters():,} |" in card.text
-    assert "messages = [" in card.text
-    assert "{" + "{" not in card.text
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -396,36 +367,27 @@ def test_what_cannot_be_converted_is_refused_and_nothing_changes(name: str, tmp_
     ("options", "message"),
     [
         ({"dtype": "int8"}, "`dtype` must be one of auto, float32, bfloat16, float16, got 'int8'"),
-        ({"dtype": torch.float32}, "`dtype` must be .* got torch.float32"),
         ({"max_shard_size": "5 apples"}, "`max_shard_size` must be a number of bytes or a text like '5GB', got"),
         ({"revision": "main"}, "`revision` goes with a repository of the Hub, .* got 'main'"),
         ({"source": "gpt2"}, "Unknown source 'gpt2'. Known: llama, transformers, unilm-v1, unilm-v2"),
-        (
-            {"source": None},
-            r"Give `source` \(one of llama, .*\) or `target` \(one of transformers, unilm-v1, unilm-v2\)",
-        ),
+        ({"source": None}, r"Give `source` \(one of llama, .*\) or `target` \(one of transformers, unilm-v1, unilm-v2"),
         ({"target": "transformers"}, "Give `source` .* or `target`"),
         ({"source": None, "target": "llama"}, "cannot become 'llama'.* V2 has no stock target"),
         ({"variant": "v3"}, "`variant` is one of v1, v2 and goes with source='llama', got 'v3'"),
         ({"source": "unilm-v1", "variant": "v1"}, "`variant` .* goes with source='llama', got 'v1' with 'unilm-v1'"),
         ({"gqa_layout": "repeated"}, "`gqa_layout` .* goes with source='unilm-v1', got 'repeated' with 'llama'"),
-        (
-            {"source": None, "target": "unilm-v1", "gqa_layout": "grouped"},
-            "`gqa_layout` .* got 'grouped' with 'unilm-v1'",
-        ),
+        ({"source": None, "target": "unilm-v1", "gqa_layout": "grouped"}, "`gqa_layout` .* got 'grouped' with 'unilm"),
     ],
     ids=str,
 )
-def test_an_unknown_option_is_refused_with_the_known_ones(
-    options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_unknown_option_is_refused_with_the_known_ones(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         convert(tmp_path, tmp_path / "dest", **options)
     assert not (tmp_path / "dest").exists()
 
 
 @pytest.mark.parametrize("package", ["gguf", "accelerate"])
-def test_a_gguf_file_without_the_packages_it_needs_says_what_to_install(
+def test_gguf_file_without_its_packages_says_what_to_install(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source_models, f"is_{package}_available", lambda: False)
@@ -435,7 +397,7 @@ def test_a_gguf_file_without_the_packages_it_needs_says_what_to_install(
 
 
 @pytest.mark.parametrize(("inside", "around"), [("src", "src/new"), ("folder/src", "folder")])
-def test_a_link_does_not_hide_that_source_and_destination_overlap(inside: str, around: str, tmp_path: Path) -> None:
+def test_overlap_of_source_and_destination_behind_a_link_is_refused(inside: str, around: str, tmp_path: Path) -> None:
     llama(tmp_path / "real" / inside)
     (tmp_path / "link").symlink_to(tmp_path / "real")
     before = snapshot(tmp_path)
@@ -444,21 +406,9 @@ def test_a_link_does_not_hide_that_source_and_destination_overlap(inside: str, a
     assert snapshot(tmp_path) == before
 
 
-def test_overwriting_leaves_nothing_of_the_old_folder(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "dest" / "old").mkdir(parents=True)
-    (tmp_path / "dest" / "config.json").write_text("old")
-    (tmp_path / "dest" / "model-00001-of-00002.safetensors").write_text("old")
-    convert(source, tmp_path / "dest", overwrite=True)
-    fresh = convert(source, tmp_path / "fresh")
-    assert snapshot(tmp_path / "dest") == snapshot(fresh)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dest", "fresh", "src"]
-
-
-@pytest.mark.parametrize("older", [False, True], ids=["new", "overwrite"])
 @pytest.mark.parametrize(
     ("step", "error"),
     [
-        ("checkpoints.writing.save_file", OSError("disk full")),
         ("checkpoints.writing.save_file", KeyboardInterrupt()),
         ("conversion.transformers_models.write_code", OSError("disk full")),
         ("conversion.engine.measure", KeyboardInterrupt()),
@@ -466,21 +416,18 @@ def test_overwriting_leaves_nothing_of_the_old_folder(source: Path, tmp_path: Pa
     ],
     ids=repr,
 )
-def test_a_failure_in_the_middle_changes_nothing(
-    step: str, older: bool, error: BaseException, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_failure_in_the_middle_changes_nothing(
+    step: str, error: BaseException, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
-        if step.endswith("write_code"):
-            (Path(args[0]) / "config.json").write_text("half of it")
         raise error
 
-    if older:
-        (tmp_path / "dest").mkdir()
-        (tmp_path / "dest" / "config.json").write_text("an older model")
+    (tmp_path / "dest").mkdir()
+    (tmp_path / "dest" / "config.json").write_text("an older model")
     before = snapshot(tmp_path)
     monkeypatch.setattr(f"diffllama.{step}", fail)
     with pytest.raises(type(error)):
-        convert(source, tmp_path / "dest", overwrite=older)
+        convert(source, tmp_path / "dest", overwrite=True)
     assert snapshot(tmp_path) == before
 
 
@@ -508,7 +455,7 @@ def sentencepiece_like(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def test_a_tokenizer_whose_class_depends_on_the_model_type_stays_what_it_was(tmp_path: Path) -> None:
+def test_tokenizer_whose_class_depends_on_the_model_type_stays_what_it_was(tmp_path: Path) -> None:
     source = save_model(tmp_path / "src", MistralConfig(**SIZES | {"vocab_size": 320, "sliding_window": None}))
     sentencepiece_like(source)
     folder = convert(source, tmp_path / "dest", verify=False)
@@ -593,7 +540,7 @@ def stop_while_writing(folder: Path, number: signal.Signals) -> int:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_a_process_that_is_stopped_leaves_no_result_and_the_next_one_works(
+def test_stopped_process_leaves_no_result_and_the_next_one_works(
     number: signal.Signals, status: int, source: Path, tmp_path: Path
 ) -> None:
     before = snapshot(tmp_path)
@@ -604,73 +551,26 @@ def test_a_process_that_is_stopped_leaves_no_result_and_the_next_one_works(
         assert {name: after[name] for name in before} == before
     else:
         assert snapshot(tmp_path) == before
-    assert torch.equal(
-        logits(DiffLlamaForCausalLM.from_pretrained(convert(source, tmp_path / "dest"))),
-        logits(LlamaForCausalLM.from_pretrained(source)),
-    )
+    assert_same_logits(convert(source, tmp_path / "dest"), source)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dest", "src"]
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 256 KB, if we may mount one."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("mounting a small disk is not allowed here")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(
-    source: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("diffllama.conversion.engine.new_folder", lambda *_: pytest.fail("a folder was made"))
-    with pytest.raises(OSError, match=r"disk has 0\.000262 GB left and the result needs 0\.00138 GB"):
-        convert(source, small_disk / "dest")
-    assert snapshot(small_disk) == {}
-
-
-def test_a_link_as_destination_stays_and_the_room_is_looked_up_where_the_result_will_be(
+def test_disk_that_is_too_small_is_reported_before_anything_is_written(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "disk" / "model").mkdir(parents=True)
-    (tmp_path / "disk" / "model" / "config.json").write_text("old")
     (tmp_path / "link").symlink_to("disk/model")
-    asked: list[Path] = []
-    disk_usage = shutil.disk_usage
-
-    def asking(place: Path) -> Any:
-        asked.append(place)
-        return disk_usage(place)
-
-    monkeypatch.setattr("shutil.disk_usage", asking)
-    folder = convert(source, tmp_path / "link", overwrite=True, verify=False)
-    assert folder == tmp_path / "link"
-    assert asked == [tmp_path / "disk"]
-    assert (tmp_path / "link").readlink() == Path("disk/model")
-    assert type(DiffLlamaForCausalLM.from_pretrained(tmp_path / "disk" / "model")) is DiffLlamaForCausalLM
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link", "src"]
-    monkeypatch.setattr("shutil.disk_usage", lambda place: asked.append(place) or type("Usage", (), {"free": 10_000}))
-    with pytest.raises(OSError, match="GB left and the result needs"):
-        convert(source, tmp_path / "new" / "folder" / "dest")
-    assert asked[1:] == [tmp_path]
-    assert not (tmp_path / "new").exists()
+    places: list[Path] = []
+    monkeypatch.setattr("shutil.disk_usage", lambda place: places.append(place) or SimpleNamespace(free=262_000))
+    before = snapshot(tmp_path)
+    for dest in ("link", "new/folder/dest"):
+        with pytest.raises(OSError, match=r"has 0\.000262 GB left and the result needs 0\.00138 GB"):
+            convert(source, tmp_path / dest)
+    assert places == [tmp_path / "disk", tmp_path]  # where the result would be
+    assert snapshot(tmp_path) == before
 
 
-def test_a_disk_that_fills_up_while_writing_leaves_no_result(
-    source: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("diffllama.conversion.engine.check_space", lambda *_: None)  # another program was faster
-    with pytest.raises(OSError, match="No space left on device"):
-        convert(source, small_disk / "dest")
-    assert snapshot(small_disk) == {}
-
-
-def test_a_place_that_may_not_be_written_to_is_an_error_that_names_it() -> None:
+def test_place_that_may_not_be_written_to_is_named() -> None:
     with tempfile.TemporaryDirectory() as root:  # pytest's own folders are closed to other users
         source, place = llama(Path(root) / "src"), Path(root) / "place"
         place.mkdir()

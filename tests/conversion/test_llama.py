@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -30,29 +31,15 @@ from support.llama_checkpoints import RELATIVES, SIZES, edit_config, edit_weight
 from support.tiny_models import tokens
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 16}
+LLAMA3 = YARN | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMAS: dict[str, dict[str, Any]] = {
     "mha": {"num_key_value_heads": 4},
     "gqa-tied": {"tie_word_embeddings": True},
     "mqa-biases": {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
     "wide-heads": {"head_dim": 24, "hidden_act": "gelu", "rms_norm_eps": 1e-3},
-    "llama3": {
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 5e5,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        }
-    },
-    "yarn": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 16.0,
-            "original_max_position_embeddings": 16,
-        }
-    },
+    "llama3": {"rope_parameters": LLAMA3},
+    "yarn": {"rope_parameters": YARN},
 }
 DTYPES = ("float32", "bfloat16")
 ONE = "model.layers.0.self_attn."
@@ -134,7 +121,7 @@ def test_rotary_frequencies_that_old_checkpoints_carry_are_left_out(source: Path
     assert not [name for name in weights if "inv_freq" in name]
 
 
-def test_the_folders_configuration_is_the_sources_as_v2(source: Path, tmp_path: Path) -> None:
+def test_configuration_is_the_sources_as_v2(source: Path, tmp_path: Path) -> None:
     edit_config(source, rms_norm_eps=1e-4, auto_map={"AutoConfig": "other.Code"}, bos_token_id=5)
     written = json.loads((convert(source, tmp_path / "dest") / "config.json").read_text())
     assert written["auto_map"] == AUTO_MAP
@@ -178,33 +165,31 @@ def test_no_entry_of_the_weight_map_is_idle() -> None:
     assert templates == set(WEIGHT_MAPS["v2"]) == set(WEIGHT_MAPS["v1"])
 
 
+LAYER_TYPES = ["full_attention", "sliding_attention"]
+WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2}
+
+
 @pytest.mark.parametrize(
-    ("case", "fields"),
+    ("config", "fields"),
     [
-        ("mha", {}),
-        ("qwen2", {"attention_bias": True, "attention_out_bias": False}),
-        ("qwen3", {"use_qk_norm": True, "head_dim": 24}),
-        ("mistral-window", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2}),
-        (
-            "qwen3-window",
-            {"use_qk_norm": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
-        ),
-        ("smollm3", {"no_rope_layers": [1, 0]}),
-        ("phi3-window", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2}),
+        (source_config("mha"), {}),
+        (LlamaConfig(**SIZES, sliding_window=40), {}),  # transformers' Llama has no window
+        (MistralConfig(**SIZES, sliding_window=None, attention_bias=True, mlp_bias=True), {}),  # nor Mistral biases
+        (source_config("qwen2"), {"attention_bias": True, "attention_out_bias": False}),
+        (source_config("qwen3"), {"use_qk_norm": True, "head_dim": 24}),
+        (source_config("mistral-window"), WINDOWS),
+        (source_config("qwen3-window"), WINDOWS | {"use_qk_norm": True, "layer_types": LAYER_TYPES}),
+        (source_config("smollm3"), {"no_rope_layers": [1, 0]}),
+        (source_config("phi3-window"), WINDOWS),
     ],
+    ids=lambda value: getattr(value, "model_type", ""),
 )
-def test_a_source_has_the_optional_fields_that_it_needs_and_no_others(case: str, fields: dict[str, Any]) -> None:
-    config, plain = convert_config(source_config(case), "v2"), convert_config(LlamaConfig(**SIZES), "v2")
-    optional = (
-        "attention_bias",
-        "attention_out_bias",
-        "use_qk_norm",
-        "no_rope_layers",
-        "sliding_window",
-        "layer_types",
-    )
-    default = {name: getattr(plain, name) for name in (*optional, "head_dim")}
-    assert {name: getattr(config, name) for name in default} == default | fields
+def test_optional_fields_are_those_that_the_source_reads(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
+    optional = ("attention_bias", "attention_out_bias", "mlp_bias", "use_qk_norm", "no_rope_layers", "sliding_window")
+    plain = convert_config(LlamaConfig(**SIZES), "v2")
+    default = {name: getattr(plain, name) for name in (*optional, "layer_types", "head_dim")}
+    converted = convert_config(config, "v2")
+    assert {name: getattr(converted, name) for name in default} == default | fields
 
 
 def test_dropouts_that_we_lack_are_refused(tmp_path: Path) -> None:
@@ -273,19 +258,14 @@ def test_v2_has_the_same_bits_for_all_shapes(
 def test_v1_pairs_the_heads_of_neighbouring_key_value_heads(groups: int, tmp_path: Path) -> None:
     source = llama(tmp_path / "src", num_attention_heads=4 * groups, num_key_value_heads=4, head_dim=8)
     folder = convert(source, tmp_path / "dest", variant="v1")
-    old, new = load_file(source / "model.safetensors"), load_file(folder / "model.safetensors")
-    query, output = old[f"{ONE}q_proj.weight"].view(-1, 8, 64), old[f"{ONE}o_proj.weight"].view(64, -1, 8)
-    for head in range(2 * groups):
-        pair, member = divmod(head, groups)
-        for map in (0, 1):  # heads of the source that read key/value head 2·pair + map
-            theirs = (2 * pair + map) * groups + member
-            assert torch.equal(new[f"{ONE}q_proj.weight"].view(-1, 2, 8, 64)[head, map], query[theirs])
-            assert torch.equal(new[f"{ONE}o_proj.weight"].view(64, -1, 2, 8)[:, head, map], output[:, theirs])
+    old, new = (load_file(place / "model.safetensors") for place in (source, folder))
+    heads = [(2 * pair + map) * groups + i for pair in (0, 1) for i in range(groups) for map in (0, 1)]
+    assert torch.equal(new[f"{ONE}q_proj.weight"], old[f"{ONE}q_proj.weight"].view(-1, 8, 64)[heads].flatten(0, 1))
     for name in ("k_proj", "v_proj"):
         assert torch.equal(new[f"{ONE}{name}.weight"], old[f"{ONE}{name}.weight"])
     config = DiffLlamaForCausalLM.from_pretrained(folder).config
-    assert (config.diff_variant, config.num_attention_heads, config.num_key_value_heads) == ("v1", 4 * groups, 2)
-    assert config.head_dim == 16
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4 * groups, 2, 16)
+    assert config.diff_variant == "v1"
 
 
 def test_v1_begins_with_the_papers_lambdas_and_norm(source: Path, tmp_path: Path) -> None:
@@ -312,16 +292,3 @@ def test_v1_says_that_it_is_another_function_and_by_how_much(source: Path, tmp_p
 def test_v1_needs_an_even_number_of_key_value_heads(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"`num_key_value_heads` .* must be even .* got 1\. Use variant='v2'"):
         convert(llama(tmp_path / "src", num_key_value_heads=1), tmp_path / "dest", variant="v1")
-
-
-# V2
-
-
-def test_fields_that_the_source_does_not_read_do_not_come_along(tmp_path: Path) -> None:
-    window = llama(tmp_path / "llama")
-    edit_config(window, sliding_window=40)  # transformers' Llama has no window
-    biases = relative(tmp_path / "mistral", "mistral")
-    edit_config(biases, attention_bias=True, mlp_bias=True)  # nor Mistral biases
-    for source in (window, biases):
-        config = DiffLlamaForCausalLM.from_pretrained(convert(source, tmp_path / f"{source.name}-v2")).config
-        assert (config.sliding_window, config.attention_bias, config.mlp_bias) == (None, False, False)

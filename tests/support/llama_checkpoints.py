@@ -33,24 +33,14 @@ CHAT_TEMPLATE = "{% for m in messages %}w1 {{ m['content'] }} {% endfor %}{% if 
 
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "pad_token_id": 0,
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "pad_token_id": 0,
     "eos_token_id": None,
-}
+}  # fmt: skip
 LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0] * 8,
-    "long_factor": [1.0 + i / 4 for i in range(8)],
-    "original_max_position_embeddings": 16,
-}
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
+    "long_factor": [1.0 + i / 4 for i in range(8)], "original_max_position_embeddings": 16,
+}  # fmt: skip
 RELATIVES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "mistral": (MistralConfig, {"sliding_window": None, "head_dim": 24}),
     "mistral-window": (MistralConfig, {"sliding_window": 8}),
@@ -171,22 +161,14 @@ def _tensors(message: str, edit: Callable[[dict[str, torch.Tensor]], Any]) -> Re
     return _broken(CheckpointError, message, lambda src: edit_weights(src, edit))
 
 
-def _file(name: str, content: bytes) -> Callable[[Path], Path]:
-    def prepare(folder: Path) -> Path:
-        (folder / name).write_bytes(content)
-        return folder / name
-
-    return prepare
+def _file(name: str, content: bytes, message: str, error: type[Exception] = ValueError) -> Refusal:
+    """A file with this content in place of a checkpoint."""
+    return _path(name, lambda file: file.write_bytes(content), error, message)
 
 
 def _cut(file: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
-
-
-def _deep_index(src: Path) -> None:
-    (src / "model.safetensors").unlink()
-    (src / "model.safetensors.index.json").write_text("[" * 100_000)
 
 
 def _other_weights(src: Path) -> None:
@@ -196,32 +178,13 @@ def _other_weights(src: Path) -> None:
     edit_config(src, transformers_weights="other.safetensors")
 
 
-def _gguf_with_adapter(folder: Path) -> Path:
-    (folder / "adapter_config.json").write_text("{}")
-    return gguf_file(folder / "x.gguf")
-
-
-def _pipe(folder: Path) -> Path:
-    os.mkfifo(folder / "pipe.gguf")
-    return folder / "pipe.gguf"
-
-
-def _loop(folder: Path) -> Path:
-    (folder / "loop").symlink_to("loop")
-    return folder / "loop"
-
-
 def gguf_file(file: Path, layers: int = 1) -> Path:
     """A readable GGUF file of a Llama that lacks all tensors but the embedding."""
     writer = GGUFWriter(file, "llama")
-    writer.add_context_length(256)
-    writer.add_embedding_length(64)
-    writer.add_block_count(layers)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
+    sizes = {"context_length": 256, "embedding_length": 64, "block_count": layers, "feed_forward_length": 96}
+    for key, value in (sizes | {"attention.head_count": 4, "attention.head_count_kv": 2, "vocab_size": 97}).items():
+        writer.add_uint32(f"llama.{key}", value)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(97)
     writer.add_tensor("token_embd.weight", np.zeros((97, 64), dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -230,9 +193,23 @@ def gguf_file(file: Path, layers: int = 1) -> Path:
     return file
 
 
-def _cut_gguf(folder: Path) -> Path:
-    _cut(gguf_file(folder / "cut.gguf"))
-    return folder / "cut.gguf"
+UP, Q = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"
+SIZES_IN_FILE = r"`num_hidden_layers` in .*{} must be a whole number from 1 to 10,000, got 1000000"
+LAYER = r"(\s+{}: model\.layers\.{}\.\S+ \[\d+(, 64|, 96)?\]){{9}}$"
+
+
+def _path(name: str, make: Callable[[Path], Any], error: type[Exception], message: str, dest: str = "dest") -> Refusal:
+    """Something in the folder, beside the checkpoint or the checkpoint itself, that a function is given to make."""
+
+    def prepare(folder: Path) -> Path:
+        make(folder / name)
+        return folder / name
+
+    return Refusal(prepare, error, message, dest)
+
+
+def _nothing(path: Path) -> None:
+    pass
 
 
 def _occupied(folder: Path) -> Path:
@@ -241,13 +218,8 @@ def _occupied(folder: Path) -> Path:
     return folder / "src"
 
 
-def _source(folder: Path) -> Path:
-    return folder / "src"
-
-
-UP, Q = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"
 REFUSALS = {
-    "missing folder": Refusal(lambda folder: folder / "nowhere", FileNotFoundError, "nowhere does not exist"),
+    "missing folder": _path("nowhere", _nothing, FileNotFoundError, "nowhere does not exist"),
     "no config.json": _broken(
         FileNotFoundError, r"src has no config\.json", lambda src: (src / "config.json").unlink()
     ),
@@ -260,19 +232,10 @@ REFUSALS = {
     "adapter behind a link to nothing": _broken(
         ValueError, "an adapter beside", lambda src: (src / "adapter_config.json").symlink_to("nowhere")
     ),
-    "a million layers": _config(
-        r"`num_hidden_layers` in .*src/config\.json must be a whole number from 1 to 10,000, got 1000000",
-        num_hidden_layers=10**6,
-    ),
-    "more layers than tensors": _config(
-        r"`num_hidden_layers` is 4,000, .* only 21\.", CheckpointError, num_hidden_layers=4000
-    ),
-    "too many layers": _config(
-        r"(\s+missing: model\.layers\.2\.\S+ \[\d+(, 64|, 96)?\]){9}$", CheckpointError, num_hidden_layers=3
-    ),
-    "too few layers": _config(
-        r"(\s+extra: model\.layers\.1\.\S+ \[\d+(, 64|, 96)?\]){9}$", CheckpointError, num_hidden_layers=1
-    ),
+    "a million layers": _config(SIZES_IN_FILE.format(r"src/config\.json"), num_hidden_layers=10**6),
+    "more layers than tensors": _config("is 4,000, .* only 21", CheckpointError, num_hidden_layers=4000),
+    "too many layers": _config(LAYER.format("missing", 2), CheckpointError, num_hidden_layers=3),
+    "too few layers": _config(LAYER.format("extra", 1), CheckpointError, num_hidden_layers=1),
     "labels without number": _config("`num_labels` in .* got 1000000000", num_labels=10**9),
     "a size of exabytes": _config("`hidden_size` in .* got 4611686018427387904", hidden_size=2**62),
     "a negative size": _config("`vocab_size` in .* got -1", vocab_size=-1),
@@ -287,60 +250,42 @@ REFUSALS = {
     "other weights named": _broken(
         ValueError, r"`transformers_weights` in .*src/config\.json .* got 'other\.safetensors'", _other_weights
     ),
-    "no weights": _broken(FileNotFoundError, "src has no weights", lambda src: (src / "model.safetensors").unlink()),
-    "index too deep": _broken(
-        CheckpointError, r"src/model\.safetensors\.index\.json is no index of shards", _deep_index
-    ),
     "cut safetensors": _broken(
         CheckpointError, r"model\.safetensors: .*incomplete metadata", lambda src: _cut(src / "model.safetensors")
-    ),
-    "empty safetensors": _broken(
-        CheckpointError,
-        r"model\.safetensors: .*header too small",
-        lambda src: (src / "model.safetensors").write_bytes(b""),
-    ),
-    "missing tensor": _tensors(rf"missing: {UP} \[96, 64\]$", lambda weights: weights.pop(UP)),
-    "extra tensor": _tensors(r"extra: more \[2\]$", lambda weights: weights.update(more=torch.zeros(2))),
-    "misshapen tensor": _tensors(
-        rf"misshapen: {UP} \[2\], must be \[96, 64\]$", lambda weights: weights.update({UP: torch.zeros(2)})
     ),
     "several faults": _tensors(
         rf"missing: {Q} \[64, 64\]\s+extra: x \[64, 64\]\s+misshapen: {UP} \[2\], must be \[96, 64\]$",
         lambda weights: weights.update({UP: torch.zeros(2), "x": weights.pop(Q)}),
     ),
-    "integers": _tensors(
-        rf"model\.safetensors: .*{UP} is I32", lambda weights: weights.update({UP: torch.zeros(96, 64).int()})
+    "adapter beside a gguf file": _path(
+        "x.gguf", lambda file: gguf_file(file).with_name("adapter_config.json").touch(), ValueError, "has an adapter"
     ),
-    "adapter beside a gguf file": Refusal(_gguf_with_adapter, ValueError, r"has an adapter .*adapter_config\.json"),
-    "a gguf file of a million layers": Refusal(
-        lambda folder: gguf_file(folder / "x.gguf", 10**6), ValueError, r"`num_hidden_layers` in .*x\.gguf must be"
+    "a gguf file of a million layers": _path(
+        "x.gguf", lambda file: gguf_file(file, 10**6), ValueError, SIZES_IN_FILE.format(r"x\.gguf")
     ),
-    "a gguf file with more layers than tensors": Refusal(
-        lambda folder: gguf_file(folder / "x.gguf", 4000), CheckpointError, r"`num_hidden_layers` is 4,000, .* only 1\."
+    "a gguf file with more layers than tensors": _path(
+        "x.gguf", lambda file: gguf_file(file, 4000), CheckpointError, r"is 4,000, .* only 1\."
     ),
-    "gguf without tensors": Refusal(
-        lambda folder: gguf_file(folder / "x.gguf"),
-        CheckpointError,
-        r"x\.gguf and its configuration do not match:(\s+missing_keys: \S+){10}$",
+    "gguf without tensors": _path(
+        "x.gguf", gguf_file, CheckpointError, r"x\.gguf and its configuration do not match:(\s+missing_keys: \S+){10}$"
     ),
-    "no gguf suffix": Refusal(_file("model.bin", b"GGUF"), ValueError, r"model\.bin is neither a folder nor a \.gguf"),
-    "garbage gguf": Refusal(_file("x.gguf", b"garbage" * 99), ValueError, "GGUF magic"),
-    "empty gguf": Refusal(_file("x.gguf", b""), ValueError, "empty file"),
-    "cut gguf header": Refusal(_file("x.gguf", b"GGUF\3\0\0\0\1\0\0\0\0\0\0\0"), Exception, "buffer|unpack"),
-    "cut gguf tensor": Refusal(_cut_gguf, ValueError, "cannot reshape"),
-    "a pipe": Refusal(_pipe, ValueError, r"pipe\.gguf is neither a folder nor a \.gguf file"),
-    "a loop of links": Refusal(_loop, FileNotFoundError, "loop is a link to loop, which does not exist"),
+    "no gguf suffix": _file("model.bin", b"GGUF", r"model\.bin is neither a folder nor a \.gguf"),
+    "garbage gguf": _file("x.gguf", b"garbage" * 99, "GGUF magic"),
+    "empty gguf": _file("x.gguf", b"", "empty file"),
+    "cut gguf header": _file("x.gguf", b"GGUF\3\0\0\0\1\0\0\0\0\0\0\0", "buffer|unpack", Exception),
+    "cut gguf tensor": _path("x.gguf", lambda file: _cut(gguf_file(file)), ValueError, "cannot reshape"),
+    "a pipe": _path("pipe.gguf", os.mkfifo, ValueError, r"pipe\.gguf is neither a folder nor a \.gguf file"),
+    "a loop of links": _path(
+        "loop", lambda link: link.symlink_to("loop"), FileNotFoundError, "loop is a link to loop, which does not exist"
+    ),
     "occupied dest": Refusal(
         _occupied, FileExistsError, r"dest exists and is not empty\. .*--overwrite", even_to_overwrite=False
     ),
-    "file as dest": Refusal(_source, FileExistsError, "readme is not a folder", dest="readme"),
-    "dest in src": Refusal(_source, FileExistsError, "overlap", dest="src/new"),
-    "dest is src": Refusal(_source, FileExistsError, "overlap", dest="src"),
-    "dest is src, otherwise spelled": Refusal(_source, FileExistsError, "overlap", dest="readme/../src"),
-    "src in dest": Refusal(_source, FileExistsError, "overlap", dest="."),
-    "dest is the gguf file": Refusal(
-        lambda folder: gguf_file(folder / "x.gguf"), FileExistsError, "overlap", dest="x.gguf"
-    ),
+    "file as dest": _path("src", _nothing, FileExistsError, "readme is not a folder", dest="readme"),
+    "dest in src": _path("src", _nothing, FileExistsError, "overlap", dest="src/new"),
+    "dest is src, otherwise spelled": _path("src", _nothing, FileExistsError, "overlap", dest="readme/../src"),
+    "src in dest": _path("src", _nothing, FileExistsError, "overlap", dest="."),
+    "dest is the gguf file": _path("x.gguf", gguf_file, FileExistsError, "overlap", dest="x.gguf"),
 }
 
 
