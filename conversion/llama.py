@@ -92,8 +92,7 @@ def new_weights(config: DiffLlamaConfig) -> dict[str, Callable[[], torch.Tensor]
 def convert_config(source: PreTrainedConfig, variant: str) -> DiffLlamaConfig:
     """The configuration with the same heads, each of two maps (V2), or with pairs of them as heads (V1).
 
-    Raises:
-        ValueError: the source uses a feature that a differential Llama lacks, or its heads cannot be paired.
+    Raises `ValueError` for a feature that a differential Llama lacks, and for heads that cannot be paired.
     """
     for field in ("resid_pdrop", "embd_pdrop"):  # Phi-3
         if dropout := getattr(source, field, 0.0):

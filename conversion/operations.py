@@ -36,26 +36,25 @@ def double(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
 # Fused projections -> their parts, before any other operation
 
 
-def _part(tensor: torch.Tensor, config: DiffLlamaConfig, index: int) -> torch.Tensor:
-    maps, key_value_heads, width = sizes(config)
-    key_value_rows = key_value_heads * width
-    # V1 rotates d and has 2h queries of it; V2 was made from h queries of D
-    return tensor.split((maps // 2 * width, key_value_rows, key_value_rows))[index]
+def _key_rows(config: DiffLlamaConfig) -> int:
+    """How many rows of keys, and of values, come last."""
+    _, key_value_heads, width = sizes(config)
+    return key_value_heads * width
 
 
 def query_rows(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
-    """The queries' rows of queries, keys and values one below the other: -> [h·D, ...]."""
-    return _part(tensor, config, 0)
+    """The queries' rows of queries, keys and values one below the other."""
+    return tensor[: -2 * _key_rows(config)]
 
 
 def key_rows(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
     """The keys' rows: -> [num_key_value_heads·D, ...]."""
-    return _part(tensor, config, 1)
+    return tensor[-2 * _key_rows(config) : -_key_rows(config)]
 
 
 def value_rows(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
     """The values' rows: -> [num_key_value_heads·D, ...]."""
-    return _part(tensor, config, 2)
+    return tensor[-_key_rows(config) :]
 
 
 def first_half(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:

@@ -52,11 +52,7 @@ TO_TRANSFORMERS_WITH_NORM: WeightMap = {
 
 
 def convert_config(source: TransformersDiffLlamaConfig) -> DiffLlamaConfig:
-    """The V1 configuration of the same heads.
-
-    Raises:
-        ValueError: heads that cannot be paired, or ε = 0.
-    """
+    """The V1 configuration of the same heads. Raises `ValueError` for heads that cannot be paired and for ε = 0."""
     if source.num_attention_heads % 2 or source.num_key_value_heads % 2:
         raise ValueError(
             "`num_attention_heads` and `num_key_value_heads` of the source must be even, got "
@@ -77,11 +73,7 @@ def convert_config(source: TransformersDiffLlamaConfig) -> DiffLlamaConfig:
 
 
 def convert_config_back(config: DiffLlamaConfig) -> TransformersDiffLlamaConfig:
-    """The configuration of transformers' `diffllama` with our heads.
-
-    Raises:
-        ValueError: ours has what theirs lacks.
-    """
+    """The configuration of transformers' `diffllama` with our heads. Raises `ValueError` for what it lacks."""
     refuse(
         config,
         "transformers' diffllama",

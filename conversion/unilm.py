@@ -148,9 +148,8 @@ class UnilmModel:
     def config(self) -> DiffLlamaConfig:
         """The source's sizes and settings as a configuration of ours, with the source's key/value heads.
 
-        Raises:
-            CheckpointError: sizes cannot be told from the tensors.
-            ValueError: config.json is missing or of another model, or has what unilm's modules lack.
+        Raises `CheckpointError` if tensors do not tell the sizes, and `ValueError` if config.json is missing or of
+        another model, or has what unilm's modules lack.
         """
         file = self.src / "config.json"
         fields = read_json(file) if file.is_file() else {}

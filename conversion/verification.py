@@ -129,10 +129,9 @@ def measure(
 
 
 def tolerance_for(stored: torch.dtype, bit_equal: bool, exact: bool) -> tuple[torch.dtype, float | None]:
-    """The dtype that a conversion is verified in, and the tolerance as a fraction of the largest output.
+    """The dtype that a conversion to weights in dtype `stored` is verified in, and the tolerance (see `Verification`).
 
     Args:
-        stored: the dtype of the result's weights.
         bit_equal: whether float32 and bfloat16 outputs must have equal bits. (For float16 see `llama`; in float64 stock
             models compute norms and rotation in float32, and ours do not.)
         exact: whether the result computes the same function as its source.

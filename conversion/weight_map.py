@@ -55,13 +55,11 @@ def plan(
 
     Args:
         source: the source's tensors, on the meta device.
-        weight_map: see `WeightMap`.
-        config: our configuration, which operations read sizes from.
+        config: ours, which operations read sizes from.
         dtype: what floating-point tensors become; their own dtype by default.
 
     Raises:
         CheckpointError: the map has no entry for a tensor, or makes one tensor of two.
-        KeyError: a rule's other tensor is not there.
     """
     steps: dict[str, Step] = {}
     unknown = []

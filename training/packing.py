@@ -33,12 +33,9 @@ PACKING = 1
 
 
 def find_files(files: str | list[str]) -> list[Path]:
-    """The files that paths, folders and patterns name, in order; in folders and patterns those of a known suffix.
+    """The files that paths, folders and patterns name, in order; in the latter two, files of a known suffix.
 
-    Hidden ones are left out.
-
-    Raises:
-        ValueError: one of them names no file, or a file of no known suffix.
+    Hidden ones are left out. Raises `ValueError` for a name without files, and for a file of no known suffix.
     """
     names = [files] if isinstance(files, str) else files
     if not names or "" in names:

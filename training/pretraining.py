@@ -51,11 +51,7 @@ OTHERS = ("checkpoint-*", "config.json", "adapter_config.json", "*.safetensors",
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """What `read_sections` reads, with the fields of `model` and `training` checked.
-
-    Raises:
-        ValueError: likewise, or one of these fields is unknown, of the wrong kind, or against streaming.
-    """
+    """What `read_sections` reads, with the fields of `model` and `training` checked too. Raises alike."""
     settings = read_sections(path)
     fields = dict.fromkeys([*MODEL_SOURCES, *(field.name for field in dataclasses.fields(DiffLlamaConfig))])
     settings["model"] = check_fields(settings["model"], fields, f"{path}: `model`")
@@ -70,11 +66,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def accumulation(settings: Mapping[str, Any], processes: int) -> int:
-    """How many batches every process adds up, so that a step sees `tokens_per_step`.
-
-    Raises:
-        ValueError: they do not divide it.
-    """
+    """How many batches every process adds up to `tokens_per_step`. Raises `ValueError` if they do not divide it."""
     batch = settings["training"].get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size)
     tokens = batch * settings["sequence_length"] * processes
     if tokens < 1 or settings["tokens_per_step"] % tokens:
@@ -89,9 +81,8 @@ def accumulation(settings: Mapping[str, Any], processes: int) -> int:
 def training_arguments(settings: Mapping[str, Any], of_baseline: bool) -> TrainingArguments:
     """The Trainer's arguments.
 
-    Raises:
-        ValueError: something that is computed here is set, checkpoints could not be gone on from, evaluation is asked
-            for without text or the other way round, or a process would have several GPUs.
+    Raises `ValueError` for what is computed here, for checkpoints that no training could go on from, for evaluation
+    without text or the other way round, and for several GPUs in a process.
     """
     given = dict(settings["training"])
     if "gradient_accumulation_steps" in given:
@@ -127,14 +118,10 @@ def build_model(
 ) -> PreTrainedModel:
     """The model to train, in float32: a new one, or one to go on with; or the matched Transformer of either.
 
-    Args:
-        fields: of `DiffLlamaConfig`; with `preset`, those that differ from it, with `from`, from the model there.
-        tokenizer: has the ids of special tokens, and by default says how many tokens there are.
-        length: of sequences, in tokens.
+    `fields` are those of `DiffLlamaConfig`, with `preset` or `from` those that differ; `length` is a sequence's.
 
-    Raises:
-        ValueError: the sources of the model contradict each other or are no differential model, or the tokenizer has
-            more tokens, or sequences more positions, than the model.
+    Raises `ValueError` if sources of the model contradict each other or are no differential model, or the tokenizer has
+    more tokens, or sequences more positions, than the model.
     """
     own = {name: value for name, value in fields.items() if name not in MODEL_SOURCES}
     if "preset" in fields and "from" in fields:
@@ -216,11 +203,7 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def check_folder(folder: Path, record: Mapping[str, Any]) -> None:
-    """Refuses to write over another model, and to go on with a training of other text or another model.
-
-    Raises:
-        ValueError: with the file that is there, or what differs.
-    """
+    """Raises `ValueError` if the folder has another model, or a training of other text or another model."""
     if not (folder / RECORD).is_file():
         for other in OTHERS:
             if found := next(folder.glob(other), None):
@@ -252,9 +235,7 @@ def resolve_source(source: dict[str, Any], folder: Path) -> dict[str, Any]:
 def make_record(settings: Mapping[str, Any], source: Mapping[str, Any], sequences: str) -> dict[str, Any]:
     """What must not change when a training goes on, as its folder keeps it. (How attention is computed may change.)
 
-    Args:
-        source: what is read, at a commit if it is a repository's.
-        sequences: the fingerprint of what is read, tokenised and packed.
+    `source` has the commit of a repository, and `sequences` is the fingerprint of what is read, tokenised and packed.
     """
     unchanged = {
         "`model`": {name: value for name, value in settings["model"].items() if name != "attn_implementation"},

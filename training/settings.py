@@ -69,8 +69,7 @@ class Pretraining(Section):
 def validate(section: type[Section], values: Any, where: str) -> dict[str, Any]:
     """The values of a section, with whole numbers where they belong.
 
-    Raises:
-        ValueError: names the file and section (`where`), the first field that is wrong, its value and the rule.
+    Raises `ValueError` with the file and section (`where`), the first field that is wrong, its value and the rule.
     """
     try:
         return section.model_validate(values).model_dump(exclude_unset=True)
