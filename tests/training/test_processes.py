@@ -103,17 +103,17 @@ def compute_heads_in_parallel(variant: str) -> None:
 
 
 def run(environments: dict[str, dict[str, str]], processes: int, work: Path) -> None:
-    """Trains both variants with each environment; two processes then compute with heads in parallel."""
+    """Trains both variants with each environment; two processes compute with heads in parallel, too."""
 
     def each() -> None:
         os.chdir(work)
+        for variant in VARIANTS if processes > 1 else ():
+            compute_heads_in_parallel(variant)  # first: after ZeRO-3 transformers refuses to
         for (name, variables), variant in itertools.product(environments.items(), VARIANTS):
             with pytest.MonkeyPatch.context() as patch:
                 for variable, value in variables.items():
                     patch.setenv(variable, value)
                 train(variant, name, variables, processes)
-        for variant in VARIANTS if processes > 1 else ():
-            compute_heads_in_parallel(variant)
 
     call_in_processes(each, processes, work / f"store-of-{'-'.join(environments)}")
 
