@@ -10,14 +10,8 @@ into the output projection on the way out. That norm's ε is `rms_norm_eps`, whe
 from transformers import DiffLlamaConfig as TransformersDiffLlamaConfig
 
 from diffllama.configuration import SHARED_FIELDS
+from diffllama.conversion import operations
 from diffllama.conversion.llama import BODY
-from diffllama.conversion.operations import (
-    fold_head_norm,
-    halves_from_neighbours,
-    neighbours_from_halves,
-    scale_to_our_epsilon,
-    scale_to_their_epsilon,
-)
 from diffllama.conversion.weight_map import Operation, Rule, WeightMap
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
@@ -31,8 +25,8 @@ LAMBDAS = tuple(f"{_ATTENTION}lambda_{name}" for name in ("q1", "k1", "q2", "k2"
 
 def _weight_map(reorder: Operation, scale: Operation) -> WeightMap:
     heads = {
-        f"{_ATTENTION}{name}_proj.{kind}": operations
-        for name, operations in (("q", (reorder,)), ("k", (reorder,)), ("v", (reorder, scale)))
+        f"{_ATTENTION}{name}_proj.{kind}": steps
+        for name, steps in (("q", (reorder,)), ("k", (reorder,)), ("v", (reorder, scale)))
         for kind in ("weight", "bias")
     }
     copied = (*BODY, *LAMBDAS, _OUTPUT, f"{_ATTENTION}o_proj.bias")
@@ -40,13 +34,13 @@ def _weight_map(reorder: Operation, scale: Operation) -> WeightMap:
 
 
 FROM_TRANSFORMERS: WeightMap = {
-    **_weight_map(neighbours_from_halves, scale_to_our_epsilon),
+    **_weight_map(operations.neighbours_from_halves, operations.scale_to_our_epsilon),
     f"{_ATTENTION}rotary_emb.inv_freq": None,
 }
-TO_TRANSFORMERS = _weight_map(halves_from_neighbours, scale_to_their_epsilon)
+TO_TRANSFORMERS = _weight_map(operations.halves_from_neighbours, operations.scale_to_their_epsilon)
 TO_TRANSFORMERS_WITH_NORM: WeightMap = {
     **TO_TRANSFORMERS,
-    _OUTPUT: Rule(_OUTPUT, (fold_head_norm,), (_NORM,)),
+    _OUTPUT: Rule(_OUTPUT, (operations.fold_head_norm,), (_NORM,)),
     _NORM: None,  # in the output projection
 }
 

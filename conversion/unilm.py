@@ -9,7 +9,6 @@ that is kept by giving every head keys and a value of its own.
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Callable
 from functools import cached_property
@@ -21,7 +20,7 @@ from safetensors.torch import load_file
 
 from diffllama.checkpoints.errors import CheckpointError, lines
 from diffllama.checkpoints.files import NAMES
-from diffllama.checkpoints.json_files import read_json
+from diffllama.checkpoints.json_files import read_json, write_json
 from diffllama.checkpoints.models import check_layers, check_sizes, copy_auxiliary_files, expected_tensors
 from diffllama.checkpoints.options import Variant
 from diffllama.checkpoints.reading import SUFFIXES, Checkpoint, TensorFile, open_checkpoint
@@ -96,13 +95,10 @@ def canonical(name: str, variant: Variant, layer: int) -> str:
 
 
 class UnilmModel:
-    """Weights of unilm's modules: one or many state dicts of attention, or a whole model.
+    """Weights of unilm's modules: one or many state dicts of attention, or a whole model, see conversion/README.md.
 
     Args:
-        src: a file or a folder of files (.safetensors, .bin, .pt, .pth). A whole model has Llama's names and unilm's in
-            `self_attn`, and lies in a folder with a config.json, whose fields are ours; sizes may be left out.
-            Attention modules are named `{layer}.`, `layers.{layer}.` or as in a whole model, or have a file each, in
-            the order of the numbers in the files' names.
+        src: a file or a folder of files (.safetensors, .bin, .pt, .pth).
         variant: `"v1"` or `"v2"`.
         gqa_layout: which keys the heads of V1 read under grouped queries, `"grouped"` or `"repeated"`.
 
@@ -244,8 +240,10 @@ def reference_outputs(
     }
     if attention_only:
         x = attention_inputs(config).to(next(iter(weights.values())).dtype)
-        modules = [under(weights, _ATTENTION.format(i=i)) for i in range(config.num_hidden_layers)]
-        outputs = [unilm_reference.attention(x, module, layer=i, **arguments) for i, module in enumerate(modules)]
+        outputs = [
+            unilm_reference.attention(x, under(weights, _ATTENTION.format(i=i)), layer=i, **arguments)
+            for i in range(config.num_hidden_layers)
+        ]
         return 2 * [torch.cat(outputs)]
     ids = token_ids(config.vocab_size, config.max_position_embeddings)
     return 2 * [unilm_reference.logits(ids, weights, rms_norm_eps=config.rms_norm_eps, **arguments)]
@@ -301,4 +299,4 @@ def save_config(config: DiffLlamaConfig, folder: Path) -> None:
     fields = {name: value for name, value in config.to_dict().items() if name not in NOT_FIELDS}
     fields.pop("_name_or_path", None)  # a place on this machine
     fields |= {"model_type": f"unilm-{config.diff_variant}", "head_norm_affine": True}  # see `new_weights`
-    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "config.json", fields)

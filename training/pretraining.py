@@ -28,8 +28,8 @@ from transformers import (
 )
 from transformers.trainer_callback import ExportableState
 
-from diffllama.checkpoints.files import locked
-from diffllama.checkpoints.json_files import read_json, write_json
+from diffllama.checkpoints.files import locked, replace_file
+from diffllama.checkpoints.json_files import as_json, read_json
 from diffllama.configuration import baseline, preset
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 from diffllama.training.nonfinite import StopOnNonFiniteCallback
@@ -39,12 +39,10 @@ from diffllama.training.stats import DifferentialStatsCallback
 
 
 RECORD = "pretraining.json"
-"""File in the output folder with digests of what must not change when a training goes on, which tell nothing else, and
-the commit of the text's repository."""
+"""File in the output folder with digests of what must not change when a training goes on, which tell nothing else;
+and, of text in a repository, the branch or tag and the commit that it is read at."""
 
-COMMIT = "data.commit"
-REVISION = "data.revision"
-"""Fields of the record: the commit that a repository of text is read at, and the branch or tag that it was."""
+REVISION, COMMIT = "data.revision", "data.commit"
 
 OTHERS = ("checkpoint-*", "config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json", "*.bin")
 """What another model or training leaves in a folder."""
@@ -326,8 +324,7 @@ def train(
     if not of_baseline:  # a few hundred tokens are enough to measure on
         trainer.add_callback(DifferentialStatsCallback(trainer, torch.tensor([probe["input_ids"][:256]])))
     if arguments.should_save:
-        write_json(folder / f"{RECORD}.part", record)
-        os.replace(folder / f"{RECORD}.part", folder / RECORD)
+        replace_file(folder / RECORD, as_json(record))
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     trainer.save_model()
     trainer.save_state()

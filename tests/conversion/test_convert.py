@@ -262,10 +262,9 @@ def test_result_that_computes_something_else_is_not_kept(
     assert convert(source, tmp_path / "dest", verify=False).is_dir()
 
 
-@pytest.mark.parametrize(("name", "value"), [(Q, torch.nan), ("model.norm.weight", torch.inf)])
-@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(("name", "value", "verify"), [(Q, torch.nan, True), ("model.norm.weight", torch.inf, False)])
 def test_nonfinite_weights_are_refused_by_tensor_and_file(
-    verify: bool, name: str, value: float, source: Path, tmp_path: Path
+    name: str, value: float, verify: bool, source: Path, tmp_path: Path
 ) -> None:
     edit_weights(source, lambda weights: weights[name].view(-1)[-1:].fill_(value))
     before = snapshot(tmp_path)
@@ -319,17 +318,6 @@ def test_repository_of_the_hub_is_found_in_the_cache_by_name_and_revision(
         assert ModelCard.load(folder / "README.md").data.base_model == "some/llama"
     with pytest.raises(FileNotFoundError, match="no repository some/other can be had from the Hub"):
         convert("some/other", tmp_path / "dest")
-
-
-def test_folder_generates_and_tokenizes_as_the_source_does(source: Path, tmp_path: Path) -> None:
-    folder = convert(source, tmp_path / "dest")
-    settings = DiffLlamaForCausalLM.from_pretrained(folder).generation_config
-    assert (settings.do_sample, settings.temperature, settings.top_p) == (True, 0.6, 0.9)
-    assert settings.eos_token_id == [2, 3]
-    old, new = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(folder)
-    assert new("w13 w15 nonesuch").input_ids == old("w13 w15 nonesuch").input_ids == [13, 15, 3]
-    messages = [{"role": "user", "content": "w7"}]
-    assert new.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "w1 w7 w2"
 
 
 def test_contradicting_generation_settings_are_no_obstacle(source: Path, tmp_path: Path) -> None:

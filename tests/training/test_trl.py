@@ -16,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from diffllama import DiffLlamaForCausalLM
-from diffllama.training.lambdas import LAMBDAS, train_lambdas
+from diffllama.training.lambdas import train_lambdas
 from support import subprocess_runner
 from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer, tokens
 
@@ -166,16 +166,6 @@ def test_a_lora_is_learnt_without_named_layers_and_loads(make: Make, tmp_path: P
     with torch.no_grad():
         expected = trainer.model.eval()(tokens(2, 9)).logits
         assert torch.equal(again.eval()(tokens(2, 9)).logits, expected)
-
-
-@pytest.mark.parametrize("make", ["v1"], indirect=True)
-def test_the_vectors_of_lambda_are_trained_beside_the_lora_that_the_trainer_makes(make: Make) -> None:
-    trainer = make(TEXTS, peft_config=LoraConfig(), learning_rate=0.1)
-    train_lambdas(trainer.model)
-    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
-    assert_it_learns(trainer, ROWS)
-    moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
-    assert moved == {name for name in before if "lora_" in name or name.endswith(LAMBDAS)}
 
 
 def test_a_lora_and_lambda_are_learnt_on_a_model_in_4_bits(make: Make, tmp_path: Path) -> None:
