@@ -98,21 +98,17 @@ def halves_from_neighbours(tensor: torch.Tensor, config: DiffLlamaConfig) -> tor
     return tensor.unflatten(0, (-1, 2, sizes(config)[2] // 2)).transpose(0, 1).flatten(0, 2)
 
 
-def _scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    return tensor if factor == 1.0 else tensor * factor
-
-
 def scale_to_our_epsilon(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
     """Values for a head norm with ε = `HEAD_NORM_EPS`, from values for one with ε = `rms_norm_eps`.
 
     RMSNorm with ε of c·x is RMSNorm with ε/c² of x.
     """
-    return _scale(tensor, (HEAD_NORM_EPS / config.rms_norm_eps) ** 0.5)
+    return tensor * (HEAD_NORM_EPS / config.rms_norm_eps) ** 0.5
 
 
 def scale_to_their_epsilon(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
     """The inverse of `scale_to_our_epsilon`."""
-    return _scale(tensor, (config.rms_norm_eps / HEAD_NORM_EPS) ** 0.5)
+    return tensor * (config.rms_norm_eps / HEAD_NORM_EPS) ** 0.5
 
 
 def fold_head_norm(tensor: torch.Tensor, config: DiffLlamaConfig, weight: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import inspect
 import json
 from collections.abc import Iterable, Iterator
 from glob import escape, glob
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -128,19 +129,13 @@ def pack(
     Raises:
         ValueError: all texts together do not fill a sequence.
     """
-    rest: list[int] = []
-    written = 0
-    for tokens in tokenised(documents, tokenizer):
-        rest += tokens
-        whole = len(rest) // length * length
-        for start in range(0, whole, length):
-            if max_tokens is not None and written + length > max_tokens:
-                return
-            yield {"input_ids": rest[start : start + length]}
-            written += length
-        del rest[:whole]
-    if not written:
-        raise too_short(length, len(rest))
+    stream = islice(chain.from_iterable(tokenised(documents, tokenizer)), max_tokens)
+    empty = True
+    while len(ids := list(islice(stream, length))) == length:
+        yield {"input_ids": ids}
+        empty = False
+    if empty:
+        raise too_short(length, len(ids))
 
 
 def tokenised(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:

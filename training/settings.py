@@ -17,12 +17,10 @@ MODEL_SOURCES = ("preset", "from", "baseline_from", "attn_implementation")
 SOURCE = ("files", "dataset", "name", "split", "revision", "column", "max_tokens")
 
 
-def to_whole(value: Any) -> Any:
-    """2.0 and 1e3 as whole numbers; everything else as it is."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Whole = Annotated[int, BeforeValidator(to_whole)]
+Whole = Annotated[
+    int, BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+]
+"""A whole number, also one that is written as 2.0 or 1e3."""
 
 
 class Section(BaseModel):

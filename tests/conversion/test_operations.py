@@ -194,12 +194,6 @@ def test_doubling_is_exact(dtype: torch.dtype) -> None:
     assert torch.equal(apply(operations.double, tiny_config("v2"), tensor).double(), 2 * tensor.double())
 
 
-def test_no_scale_is_no_computation() -> None:
-    tensor, config = torch.ones(3), tiny_config(rms_norm_eps=HEAD_NORM_EPS)
-    assert operations.scale_to_our_epsilon(tensor, config) is tensor
-    assert operations.scale_to_their_epsilon(tensor, config) is tensor
-
-
 def rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm over the last dimension, without a weight."""
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
