@@ -55,6 +55,7 @@ from support.llama_checkpoints import (
     prepared,
     save_model,
     snapshot,
+    verification,
 )
 from support.tiny_models import tokens
 
@@ -78,10 +79,6 @@ def source(tmp_path: Path) -> Path:
     add_tokenizer(folder)
     GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=[2, 3]).save_pretrained(folder)
     return folder
-
-
-def verification(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "conversion.json").read_text())["verification"]
 
 
 def by_columns(tensor: torch.Tensor) -> torch.Tensor:

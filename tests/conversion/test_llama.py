@@ -27,7 +27,16 @@ from diffllama.conversion.llama import WEIGHT_MAPS, convert_config, new_weights
 from diffllama.conversion.weight_map import find_rules, plan
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
 from support import subprocess_runner
-from support.llama_checkpoints import RELATIVES, SIZES, edit_config, edit_weights, llama, relative, save_model
+from support.llama_checkpoints import (
+    RELATIVES,
+    SIZES,
+    apply,
+    edit_config,
+    edit_weights,
+    llama,
+    save_model,
+    verification,
+)
 from support.tiny_models import tokens
 
 
@@ -44,7 +53,7 @@ LLAMAS: dict[str, dict[str, Any]] = {
 DTYPES = ("float32", "bfloat16")
 ONE = "model.layers.0.self_attn."
 INVERSE_FREQUENCIES = {f"{ONE}rotary_emb.inv_freq", "model.rotary_emb.inv_freq"}
-CASES = (*LLAMAS, *RELATIVES)
+CASES = {name: (LlamaConfig, fields) for name, fields in LLAMAS.items()} | RELATIVES
 convert = partial(diffllama.convert, source="llama")
 
 
@@ -56,12 +65,17 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
         return model.eval()(input_ids=tokens(2, 24), attention_mask=mask).logits
 
 
+def source_config(case: str) -> PreTrainedConfig:
+    config_class, fields = CASES[case]
+    return config_class(**(SIZES | fields))
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[Path, Path]]:
     """Case and dtype -> the source's folder and the converted one's."""
     root, result = tmp_path_factory.mktemp("llamas"), {}
     for case in CASES:
-        source = relative(root / case, case) if case in RELATIVES else llama(root / case, **LLAMAS[case])
+        source = save_model(root / case, source_config(case))
         for dtype in DTYPES:
             result[case, dtype] = source, convert(source, root / f"{case}-{dtype}", dtype=dtype, verify=False)
     return result
@@ -140,11 +154,6 @@ def test_training_tells_the_two_maps_of_a_head_apart(source: Path, tmp_path: Pat
     torch.testing.assert_close(second, -first / 2)
 
 
-def source_config(case: str) -> PreTrainedConfig:
-    config_class, fields = RELATIVES.get(case) or (LlamaConfig, LLAMAS[case])
-    return config_class(**(SIZES | fields))
-
-
 @pytest.mark.parametrize("variant", WEIGHT_MAPS)
 @pytest.mark.parametrize("case", [case for case in CASES if case != "mqa-biases"])
 def test_the_weight_map_makes_every_tensor_of_ours(case: str, variant: str) -> None:
@@ -201,7 +210,7 @@ def test_dropouts_that_we_lack_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_window_of_the_source_is_a_window_of_ours_when_generating(tmp_path: Path) -> None:
-    source = relative(tmp_path / "src", "mistral-window")
+    source = save_model(tmp_path / "src", source_config("mistral-window"))
     original = AutoModelForCausalLM.from_pretrained(source)
     converted = AutoModelForCausalLM.from_pretrained(convert(source, tmp_path / "dest"))
     arguments = {"input_ids": tokens(2, 12), "max_new_tokens": 16, "do_sample": False}
@@ -211,7 +220,7 @@ def test_a_window_of_the_source_is_a_window_of_ours_when_generating(tmp_path: Pa
 
 
 def test_a_cache_that_longrope_outgrows_is_filled_anew(tmp_path: Path) -> None:
-    folder = convert(relative(tmp_path / "src", "phi3-longrope"), tmp_path / "dest")
+    folder = convert(save_model(tmp_path / "src", source_config("phi3-longrope")), tmp_path / "dest")
     model = AutoModelForCausalLM.from_pretrained(folder)
     arguments = {"input_ids": tokens(2, 12), "max_new_tokens": 12, "do_sample": False}  # across 16, the limit
     ids = model.generate(**arguments)
@@ -244,9 +253,8 @@ def test_v2_has_the_same_bits_for_all_shapes(
         AutoModelForCausalLM.from_config(c, attn_implementation="eager").eval() for c in (source, config)
     )
     weights = original.state_dict()
-    steps = plan({name: tensor.to("meta") for name, tensor in weights.items()}, WEIGHT_MAPS["v2"], config)
-    made = {name: step.make(*(weights[needed] for needed in step.inputs)) for name, step in steps.items()}
-    converted.load_state_dict(made | {name: make() for name, make in new_weights(config).items()})
+    made = apply(weights, WEIGHT_MAPS["v2"], config) | {name: make() for name, make in new_weights(config).items()}
+    converted.load_state_dict(made)
     with torch.no_grad():
         assert torch.equal(original(tokens(1, length)).logits, converted(tokens(1, length)).logits)
 
@@ -281,11 +289,10 @@ def test_v1_begins_with_the_papers_lambdas_and_norm(source: Path, tmp_path: Path
 
 def test_v1_says_that_it_is_another_function_and_by_how_much(source: Path, tmp_path: Path) -> None:
     folder = convert(source, tmp_path / "dest", variant="v1")
-    verification = json.loads((folder / "conversion.json").read_text())["verification"]
-    assert verification["tolerance"] is None
-    assert not verification["bit_equal"]
-    assert 0 < verification["mean_difference"] < verification["max_difference"]
-    assert verification["same_top_token"] < 1
+    result = verification(folder)
+    assert (result["tolerance"], result["bit_equal"]) == (None, False)
+    assert 0 < result["mean_difference"] < result["max_difference"]
+    assert result["same_top_token"] < 1
     assert "not an exact conversion" in (folder / "README.md").read_text()
 
 

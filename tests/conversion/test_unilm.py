@@ -15,8 +15,7 @@ from diffllama.checkpoints.errors import CheckpointError
 from diffllama.checkpoints.models import expected_tensors
 from diffllama.conversion import unilm, unilm_reference
 from diffllama.conversion.unilm import FROM_UNILM, TO_UNILM
-from diffllama.conversion.weight_map import plan
-from support.llama_checkpoints import save_model, snapshot
+from support.llama_checkpoints import apply, save_model, snapshot, verification
 from support.tiny_models import VARIANTS, tiny_config, tokens
 
 
@@ -82,10 +81,6 @@ def reference(weights: Weights, variant: str, gqa_layout: str = "grouped") -> to
         tokens(2, 24), weights, rms_norm_eps=1e-4, inverse_frequencies=frequencies(variant, 5000.0),
         gqa_layout=gqa_layout,
     )  # fmt: skip
-
-
-def verification(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "conversion.json").read_text())["verification"]
 
 
 def logits(folder: Path) -> torch.Tensor:
@@ -344,21 +339,10 @@ def test_what_unilms_modules_lack_is_refused_by_name(
 def test_maps_are_inverse_to_each_other_for_all_shapes(
     variant: str, key_value_heads: int, groups: int, d: int, hidden: int, tied: bool
 ) -> None:
-    config = tiny_config(
-        variant,
-        num_key_value_heads=key_value_heads,
-        num_attention_heads=2 * key_value_heads * groups,
-        head_dim=2 * d,
-        hidden_size=hidden,
-        tie_word_embeddings=tied,
-    )
+    sizes = {"num_key_value_heads": key_value_heads, "num_attention_heads": 2 * key_value_heads * groups}
+    config = tiny_config(variant, **sizes, head_dim=2 * d, hidden_size=hidden, tie_word_embeddings=tied)
     ours = {name: torch.randn(tensor.shape) for name, tensor in expected_tensors(config).items()}
-
-    def through(weights: Weights, weight_map: Any) -> Weights:
-        steps = plan({name: tensor.to("meta") for name, tensor in weights.items()}, weight_map, config)
-        return {name: step.make(*(weights[needed] for needed in step.inputs)) for name, step in steps.items()}
-
-    back = through(through(ours, TO_UNILM[variant]), FROM_UNILM[variant, "grouped"])
+    back = apply(apply(ours, TO_UNILM[variant], config), FROM_UNILM[variant, "grouped"], config)
     assert back.keys() == ours.keys()
     assert all(torch.equal(back[name], ours[name]) for name in ours)
 

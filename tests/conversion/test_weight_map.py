@@ -4,6 +4,7 @@ import torch
 from diffllama import DiffLlamaConfig
 from diffllama.checkpoints.errors import CheckpointError
 from diffllama.conversion.weight_map import Rule, WeightMap, plan
+from support.llama_checkpoints import apply
 from support.tiny_models import tiny_config
 
 
@@ -13,12 +14,6 @@ CONFIG = tiny_config("v2")
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A shape and a dtype."""
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def made(source: dict[str, torch.Tensor], weight_map: WeightMap, dtype: torch.dtype | None = None) -> dict:
-    """What a plan makes of tensors with values."""
-    steps = plan({name: tensor.to("meta") for name, tensor in source.items()}, weight_map, CONFIG, dtype)
-    return {name: step.make(*(source[given] for given in step.inputs)) for name, step in steps.items()}
 
 
 def increase(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
@@ -106,7 +101,7 @@ def test_operations_are_given_tensor_and_configuration_in_their_order() -> None:
 
     a = torch.tensor([1.0, 5.0])
     rules = (Rule("x", (increase, double)), Rule("y", (double, increase)), Rule("z"), Rule("w", (widen,)))
-    results = made({"a": a}, {"a": rules})
+    results = apply({"a": a}, {"a": rules}, CONFIG)
     expected = {"x": [4, 12], "y": [3, 11], "z": [1, 5], "w": [16, 80]}
     assert {name: tensor.tolist() for name, tensor in results.items()} == expected
     assert results["z"] is a
@@ -116,7 +111,7 @@ def test_every_operation_is_given_the_other_tensors_of_its_own_layer() -> None:
     source = {"0.a": torch.zeros(1), "1.a": torch.ones(1), "0.x": torch.full((2,), 5.0), "1.x": torch.full((1,), 6.0)}
     source["y"] = torch.full((1,), 9.0)
     weight_map: WeightMap = {"{i}.a": Rule("{i}.b", (append, append), ("{i}.x", "y")), "{i}.x": None, "y": None}
-    assert {name: tensor.tolist() for name, tensor in made(source, weight_map).items()} == {
+    assert {name: tensor.tolist() for name, tensor in apply(source, weight_map, CONFIG).items()} == {
         "0.b": [0, 5, 5, 9, 5, 5, 9],
         "1.b": [1, 6, 9, 6, 9],
     }
@@ -131,13 +126,13 @@ def test_floating_point_results_have_the_dtype_that_is_asked_for(
     expected = stored if dtype is None or not stored.is_floating_point else dtype
     steps = plan({"a": meta(3, dtype=stored)}, weight_map, CONFIG, dtype)
     assert [step.result.dtype for step in steps.values()] == [expected] * 2
-    results = made({"a": torch.arange(3).to(stored)}, weight_map, dtype)
+    results = apply({"a": torch.arange(3).to(stored)}, weight_map, CONFIG, dtype)
     assert [tensor.dtype for tensor in results.values()] == [expected] * 2
 
 
 def test_operations_compute_before_the_cast() -> None:
     tensor = torch.tensor([-1.001])
-    result = made({"a": tensor}, {"a": Rule("a", (increase,))}, torch.bfloat16)["a"]
+    result = apply({"a": tensor}, {"a": Rule("a", (increase,))}, CONFIG, torch.bfloat16)["a"]
     assert torch.equal(result, (tensor + 1).bfloat16())
     assert not torch.equal(result, tensor.bfloat16() + 1)
 

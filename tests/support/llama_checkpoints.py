@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from diffllama.checkpoints.errors import CheckpointError
+from diffllama.conversion.weight_map import WeightMap, plan
 from support.tiny_models import tiny_tokenizer
 
 
@@ -80,12 +81,6 @@ def llama(folder: Path, save: dict[str, Any] | None = None, **fields: Any) -> Pa
     return save_model(folder, LlamaConfig(**(SIZES | fields)), **(save or {}))
 
 
-def relative(folder: Path, name: str) -> Path:
-    """Saves one of `RELATIVES`."""
-    config_class, fields = RELATIVES[name]
-    return save_model(folder, config_class(**(SIZES | fields)))
-
-
 def add_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> None:
     """Saves a tokenizer beside a checkpoint."""
     tokenizer = tiny_tokenizer()
@@ -105,6 +100,17 @@ def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -
     weights = load_file(file)
     edit(weights)
     save_file(weights, file, metadata={"format": "pt"})
+
+
+def verification(folder: Path) -> dict[str, Any]:
+    """What a converted folder tells of its verification."""
+    return json.loads((folder / "conversion.json").read_text())["verification"]
+
+
+def apply(weights: dict[str, torch.Tensor], weight_map: WeightMap, *options: Any) -> dict[str, torch.Tensor]:
+    """What a weight map makes of weights. The options are those of `plan`: our configuration, and a dtype."""
+    steps = plan({name: tensor.to("meta") for name, tensor in weights.items()}, weight_map, *options)
+    return {name: step.make(*(weights[needed] for needed in step.inputs)) for name, step in steps.items()}
 
 
 def snapshot(folder: Path) -> dict[str, bytes | str | None]:
