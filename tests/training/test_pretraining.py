@@ -367,7 +367,7 @@ def test_run_begun_online_goes_on_offline_at_its_commit(monkeypatch: pytest.Monk
 
 
 STREAMED = SETTINGS | {
-    "model": MODEL | {"attention_dropout": 0.1},
+    "model": MODEL | {"attention_dropout": 0.1, "diff_variant": "v2"},
     "data": {"dataset": "rows", "streaming": True, "evaluation_sequences": 3},
 }
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 9}

@@ -10,7 +10,6 @@ import torch
 from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 
-from diffllama import DiffLlamaForCausalLM
 from support.tiny_models import VARIANTS, tiny_model, tokens
 
 
@@ -28,9 +27,7 @@ Make = Callable[..., Trainer]
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     """Makes a trainer of a tiny model, the same one for the same arguments."""
 
-    def trainer(
-        name: str = "run", rows: list[torch.Tensor] = ROWS, padded: bool = False, layers: int = 2, **arguments: Any
-    ) -> Trainer:
+    def trainer(rows: list[torch.Tensor] = ROWS, padded: bool = False, layers: int = 2, **arguments: Any) -> Trainer:
         defaults = {
             "max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1,
             "save_strategy": "no", "report_to": [], "use_cpu": True, "seed": 1, "lr_scheduler_type": "constant",
@@ -39,18 +36,12 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
         model = tiny_model(request.param, attn_implementation="sdpa", **fields)
         return Trainer(
             model,
-            TrainingArguments(str(tmp_path / name), **(defaults | arguments)),
-            train_dataset=[example(row) for row in rows],
-            eval_dataset=[example(row) for row in rows],
+            TrainingArguments(str(tmp_path), **(defaults | arguments)),
+            train_dataset=[{"input_ids": row, "labels": row} for row in rows],
             data_collator=pad if padded else None,
         )
 
     return trainer
-
-
-def example(row: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A sequence for the trainer. Nothing predicts its first token, which older Trainers count in an evaluation."""
-    return {"input_ids": row, "labels": torch.cat((torch.tensor([-100]), row[1:]))}
 
 
 def pad(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -67,10 +58,6 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def test_training_lowers_the_loss_and_moves_every_weight(make: Make) -> None:
     trainer = make(max_steps=20)
     before = weights(trainer)
@@ -78,16 +65,6 @@ def test_training_lowers_the_loss_and_moves_every_weight(make: Make) -> None:
     assert losses(trainer)[-1] < 0.8 * losses(trainer)[0]
     after = weights(trainer)
     assert [name for name in before if torch.equal(before[name], after[name])] == []
-
-
-def test_resumed_run_ends_bit_for_bit_where_the_whole_run_ends(make: Make, tmp_path: Path) -> None:
-    whole = make("whole", max_steps=6)
-    whole.train()
-    make("part", max_steps=6, save_strategy="steps", save_steps=3).train()
-    resumed = make("resumed", max_steps=6)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "part" / "checkpoint-3"))
-    assert losses(resumed) == losses(whole)
-    assert same(weights(resumed), weights(whole))
 
 
 def test_accumulated_gradients_are_those_of_the_larger_batch(make: Make) -> None:
@@ -111,15 +88,6 @@ def test_mixed_precision_learns_with_weights_in_float32(make: Make) -> None:
     trainer.train()
     assert {tensor.dtype for tensor in trainer.model.parameters()} == {torch.float32}
     assert losses(trainer)[-1] < 0.8 * losses(trainer)[0]
-
-
-def test_evaluation_is_the_mean_loss_of_what_follows(make: Make) -> None:
-    trainer = make(per_device_eval_batch_size=4)
-    model = trainer.model.eval()
-    with torch.no_grad():
-        logits = model(torch.stack(ROWS)).logits[:, :-1]
-    expected = functional.cross_entropy(logits.flatten(0, 1), torch.stack(ROWS)[:, 1:].flatten())
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_smoothed_labels_are_trained_on(make: Make) -> None:
@@ -146,11 +114,3 @@ def test_compiled_model_computes_the_same_losses(make: Make) -> None:
     for trainer in (plain, compiled):
         trainer.train()
     assert losses(compiled) == pytest.approx(losses(plain), rel=1e-5)
-
-
-def test_saved_model_loads_and_computes_the_same(make: Make, tmp_path: Path) -> None:
-    trainer = make()
-    trainer.train()
-    trainer.save_model(tmp_path / "saved")
-    loaded = DiffLlamaForCausalLM.from_pretrained(tmp_path / "saved")
-    assert same(dict(loaded.state_dict()), weights(trainer))
