@@ -158,7 +158,7 @@ def test_what_transformers_leaves_out_of_a_configuration_is_read(name: str, tmp_
 
 
 @pytest.mark.parametrize("name", LOST)
-def test_a_file_of_which_transformers_would_lose_a_part_is_refused(name: str, tmp_path: Path) -> None:
+def test_file_of_which_transformers_would_lose_a_part_is_refused(name: str, tmp_path: Path) -> None:
     file, lost = LOST[name]
     with pytest.raises(CheckpointError, match=rf"does not read these parts of .*x\.gguf; .* instead:{lost}$"):
         convert(write(tmp_path, file), tmp_path / "new", source="llama")

@@ -156,14 +156,16 @@ def test_training_tells_the_two_maps_of_a_head_apart(source: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("variant", WEIGHT_MAPS)
 @pytest.mark.parametrize("case", [case for case in CASES if case != "mqa-biases"])
-def test_the_weight_map_makes_every_tensor_of_ours(case: str, variant: str) -> None:
+def test_weight_map_makes_every_tensor_of_ours(case: str, variant: str) -> None:
     source = source_config(case)
     config = convert_config(source, variant)
-    made = {name: step.result for name, step in plan(expected_tensors(source), WEIGHT_MAPS[variant], config).items()}
+    converted = {
+        name: step.result for name, step in plan(expected_tensors(source), WEIGHT_MAPS[variant], config).items()
+    }
     new = {name: make() for name, make in new_weights(config).items()}
-    assert not made.keys() & new.keys()
+    assert not converted.keys() & new.keys()
     expected = expected_tensors(config)
-    assert {name: w.shape for name, w in (made | new).items()} == {name: w.shape for name, w in expected.items()}
+    assert {name: w.shape for name, w in (converted | new).items()} == {name: w.shape for name, w in expected.items()}
 
 
 def test_no_entry_of_the_weight_map_is_idle() -> None:
@@ -209,7 +211,7 @@ def test_dropouts_that_we_lack_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "dest").exists()
 
 
-def test_a_window_of_the_source_is_a_window_of_ours_when_generating(tmp_path: Path) -> None:
+def test_window_of_the_source_is_a_window_of_ours_when_generating(tmp_path: Path) -> None:
     source = save_model(tmp_path / "src", source_config("mistral-window"))
     original = AutoModelForCausalLM.from_pretrained(source)
     converted = AutoModelForCausalLM.from_pretrained(convert(source, tmp_path / "dest"))
@@ -219,7 +221,7 @@ def test_a_window_of_the_source_is_a_window_of_ours_when_generating(tmp_path: Pa
     assert torch.equal(converted.generate(**arguments), ids)
 
 
-def test_a_cache_that_longrope_outgrows_is_filled_anew(tmp_path: Path) -> None:
+def test_cache_that_longrope_outgrows_is_filled_anew(tmp_path: Path) -> None:
     folder = convert(save_model(tmp_path / "src", source_config("phi3-longrope")), tmp_path / "dest")
     model = AutoModelForCausalLM.from_pretrained(folder)
     arguments = {"input_ids": tokens(2, 12), "max_new_tokens": 12, "do_sample": False}  # across 16, the limit
@@ -253,8 +255,8 @@ def test_v2_has_the_same_bits_for_all_shapes(
         AutoModelForCausalLM.from_config(c, attn_implementation="eager").eval() for c in (source, config)
     )
     weights = original.state_dict()
-    made = apply(weights, WEIGHT_MAPS["v2"], config) | {name: make() for name, make in new_weights(config).items()}
-    converted.load_state_dict(made)
+    state = apply(weights, WEIGHT_MAPS["v2"], config) | {name: make() for name, make in new_weights(config).items()}
+    converted.load_state_dict(state)
     with torch.no_grad():
         assert torch.equal(original(tokens(1, length)).logits, converted(tokens(1, length)).logits)
 

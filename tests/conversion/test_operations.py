@@ -215,7 +215,7 @@ def test_scaled_values_have_the_same_norm_with_the_other_epsilon(size: float, ep
 
 
 @each_size
-def test_a_folded_head_norm_is_the_norms_weight_and_then_the_projection(sizes: Sizes) -> None:
+def test_folded_head_norm_is_the_norms_weight_and_then_the_projection(sizes: Sizes) -> None:
     generator = torch.Generator().manual_seed(0)
     projection = torch.randn(HIDDEN, sizes.h * 2 * sizes.d, dtype=torch.float64, generator=generator)
     weight = torch.randn(2 * sizes.d, dtype=torch.float64, generator=generator)

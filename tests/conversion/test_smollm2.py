@@ -110,7 +110,7 @@ def continuations(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pr
     return tokenizer.batch_decode(ids[:, -8:])
 
 
-def test_the_two_models_are_a_llama_and_a_differential_llama_of_the_same_shape(
+def test_two_models_are_a_llama_and_a_differential_llama_of_the_same_shape(
     original: LlamaForCausalLM, converted: DiffLlamaForCausalLM
 ) -> None:
     assert (type(original), type(converted)) == (LlamaForCausalLM, DiffLlamaForCausalLM)

@@ -50,7 +50,7 @@ def append(tensor: torch.Tensor, config: DiffLlamaConfig, *others: torch.Tensor)
     ],
     ids=["layers", "no layer in the target", "order", "dropped", "nothing"],
 )
-def test_a_step_for_every_rule_in_the_order_of_the_source(
+def test_step_for_every_rule_in_the_order_of_the_source(
     source: list[str], weight_map: WeightMap, steps: dict[str, str]
 ) -> None:
     planned = plan({name: meta(2) for name in source}, weight_map, CONFIG)
@@ -137,7 +137,7 @@ def test_operations_compute_before_the_cast() -> None:
     assert not torch.equal(result, tensor.bfloat16() + 1)
 
 
-def test_a_plan_computes_shapes_and_no_values() -> None:
+def test_plan_computes_shapes_and_no_values() -> None:
     devices = []
 
     def transpose(tensor: torch.Tensor, config: DiffLlamaConfig, other: torch.Tensor) -> torch.Tensor:

@@ -59,14 +59,14 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_the_vectors_and_the_adapter_learn_and_nothing_else_moves(trained: PeftModel) -> None:
+def test_vectors_and_the_adapter_learn_and_nothing_else_moves(trained: PeftModel) -> None:
     before = dict(adapted().named_parameters())
     moved = {name for name, p in trained.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name in before if "lora_" in name or name in vectors(trained)}
     assert len(vectors(trained)) == 2 * len(LAMBDAS)
 
 
-def test_their_gradients_are_those_of_training_everything() -> None:
+def test_gradients_of_the_lambdas_are_those_of_training_everything() -> None:
     model, whole = adapted(), base()
     for m in (model, whole):
         m.train()(tokens(2, 9), labels=tokens(2, 9)).loss.backward()
@@ -103,7 +103,7 @@ def test_merged_model_has_the_trained_lambdas(trained: PeftModel, tmp_path: Path
     assert all(torch.equal(saved[name.removeprefix("base_model.model.")], kept[name]) for name in kept)
 
 
-def test_a_run_that_is_resumed_ends_bit_for_bit_where_the_whole_run_ends(tmp_path: Path) -> None:
+def test_run_that_is_resumed_ends_bit_for_bit_where_the_whole_run_ends(tmp_path: Path) -> None:
     whole = trainer(tmp_path / "whole", max_steps=6, save_strategy="steps", save_steps=3)
     whole.train()
     resumed = trainer(tmp_path / "resumed", max_steps=6)
@@ -114,7 +114,7 @@ def test_a_run_that_is_resumed_ends_bit_for_bit_where_the_whole_run_ends(tmp_pat
     assert not any(torch.equal(halfway[name], ended[name]) for name in vectors(whole.model))
 
 
-def test_the_best_checkpoint_is_loaded_with_its_vectors(tmp_path: Path) -> None:
+def test_best_checkpoint_is_loaded_with_its_vectors(tmp_path: Path) -> None:
     run = trainer(
         tmp_path, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, learning_rate=1.0,
         load_best_model_at_end=True, max_steps=2,
@@ -126,7 +126,7 @@ def test_the_best_checkpoint_is_loaded_with_its_vectors(tmp_path: Path) -> None:
     assert not any(torch.equal(best[name], last[name]) for name in vectors(run.model))
 
 
-def test_an_adapter_that_was_loaded_is_trained_and_saved_on(trained: PeftModel, tmp_path: Path) -> None:
+def test_adapter_that_was_loaded_is_trained_and_saved_on(trained: PeftModel, tmp_path: Path) -> None:
     trained.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(base(), tmp_path, is_trainable=True)
     assert not any(p.requires_grad for name, p in again.named_parameters() if name in vectors(again))
@@ -151,7 +151,7 @@ def test_every_adapter_is_saved_with_the_lambdas(tmp_path: Path) -> None:
         assert all(torch.equal(ours[name], pefts[name]) for name in pefts)
 
 
-def test_a_copy_saves_its_own(tmp_path: Path) -> None:
+def test_copied_model_saves_its_own_vectors(tmp_path: Path) -> None:
     model = adapted()
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_a_copy_saves_its_own(tmp_path: Path) -> None:
     assert all(torch.equal(saved[name], vector) for name, vector in vectors(other).items())
 
 
-def test_a_prompt_learned_beside_them_is_saved_with_them(tmp_path: Path) -> None:
+def test_prompt_learned_beside_the_lambdas_is_saved_with_them(tmp_path: Path) -> None:
     model = train_lambdas(get_peft_model(base(), PromptTuningConfig(task_type=TASK, num_virtual_tokens=4)))
     for vector in vectors(model):
         model.get_parameter(vector).data.add_(0.1)
@@ -195,7 +195,7 @@ def test_lambdas_in_half_precision_are_trained_and_saved_in_float32(tmp_path: Pa
     assert torch.equal(logits(again), logits(model))
 
 
-def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted()
     model.save_pretrained(tmp_path)
     before = files(tmp_path)
@@ -221,12 +221,12 @@ def test_saving_again_keeps_the_card_that_someone_wrote(tmp_path: Path) -> None:
     assert "Trained on my letters." in (tmp_path / "README.md").read_text()
 
 
-def test_v2_is_told_how_its_projection_is_trained() -> None:
+def test_v2_is_refused_with_how_its_projection_is_trained() -> None:
     with pytest.raises(ValueError, match=r"`diff_variant` is 'v2'.*modules_to_save=\[\"lambda_proj\"\]"):
         train_lambdas(get_peft_model(tiny_model("v2"), LoraConfig(task_type=TASK)))
 
 
-def test_a_model_without_an_adapter_is_refused() -> None:
+def test_model_without_an_adapter_is_refused() -> None:
     with pytest.raises(TypeError, match=r"is a DifferentialLlamaForCausalLM; `peft\.get_peft_model"):
         train_lambdas(base())
 

@@ -81,7 +81,7 @@ def test_where_gradients_are_not_at_hand_what_is_logged_tells(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("field", "value", "off"), [("fp16", True, False), ("mixed_precision", "fp16", "no")])
-def test_a_loss_scaler_may_overflow(field: str, value: Any, off: Any, tmp_path: Path) -> None:
+def test_loss_scaler_may_overflow(field: str, value: Any, off: Any, tmp_path: Path) -> None:
     """fp16 itself needs a GPU; accelerate launch sets the second field."""
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     setattr(arguments, field, value)

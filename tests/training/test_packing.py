@@ -57,7 +57,7 @@ def test_documents_of_any_length_are_cut_and_joined_without_loss(
     assert [token for row in rows for token in row] == stream[:whole]
 
 
-def test_a_tokenizers_own_end_of_text_is_not_doubled() -> None:
+def test_tokenizers_own_end_of_text_is_not_doubled() -> None:
     class Ending:
         eos_token_id = END
 
@@ -74,7 +74,7 @@ def test_files_are_read_by_their_suffix(name: str) -> None:
     assert list(read_documents(files=write(name, "w7 w8\n\nw9"))) == ["w7 w8\n\nw9"]
 
 
-def test_a_folder_and_a_pattern_are_read_in_order_and_rows_without_text_are_left_out() -> None:
+def test_folders_and_patterns_are_read_in_order_and_rows_without_text_are_left_out() -> None:
     write("texts/b.txt", "second")
     write("texts/a/c.jsonl", "first")
     Path("texts/rows.jsonl").write_text('{"body": "third"}\n{"body": null}\n{"body": "fourth"}\n')
@@ -99,7 +99,7 @@ def test_hidden_files_are_left_out_links_are_followed_and_home_is_home(monkeypat
         assert list(read_documents(files=files)) == ["home/texts/a.txt", "elsewhere/b.txt"]
 
 
-def test_a_byte_order_mark_is_no_text_and_not_available_is_one() -> None:
+def test_byte_order_mark_is_left_out_and_na_is_text() -> None:
     Path("a.txt").write_bytes("w7".encode("utf-8-sig"))
     Path("rows.csv").write_text("text\nNA\nw8\n")
     assert list(read_documents(files=["a.txt", "rows.csv"])) == ["w7", "NA", "w8"]
@@ -113,7 +113,7 @@ def test_parquet_and_csv_are_read() -> None:
         assert list(read_documents(files=name)) == ["w7", "w8, w9"]
 
 
-def test_a_dataset_is_read_with_its_split_and_column() -> None:
+def test_dataset_is_read_with_its_split_and_column() -> None:
     """A folder, which `datasets` reads as it does a repository."""
     write("data/train.jsonl", "w7", "w8")
     write("data/test.jsonl", "w9")
@@ -165,7 +165,7 @@ def test_another_dataset_or_tokenizer_of_the_same_name_is_not_taken_for_the_same
     assert fingerprint(Slow(a=1), 4, files="a") != fingerprint(Slow(a=2), 4, files="a")
 
 
-def test_a_dataset_of_the_hub_is_read_at_one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_of_the_hub_is_read_at_one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     class Info:
         sha = "1" * 40
 
@@ -234,14 +234,14 @@ def test_unreadable_text_is_named(source: dict[str, Any], message: str) -> None:
         load_packed_dataset(TOKENIZER, 4, **source)
 
 
-def test_a_tokenizer_must_be_able_to_end_a_document() -> None:
+def test_tokenizer_must_be_able_to_end_a_document() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="needs an `eos_token`"):
         load_packed_dataset(tokenizer, 4, files=write("a.txt", "w7"))
 
 
-def test_a_fingerprint_is_of_what_is_read_however_that_is_written(tmp_path: Path) -> None:
+def test_fingerprint_is_of_what_is_read_however_that_is_written(tmp_path: Path) -> None:
     write("texts/a.txt", "w7")
     known = fingerprint(TOKENIZER, 4, files="texts")
     for same in ({"files": ["texts/a.txt"]}, {"files": str(tmp_path / "texts")}, {"column": "text", "split": "train"}):
@@ -288,7 +288,7 @@ def test_stream_has_the_packed_sequences_and_goes_on_after_any(suffix: str, monk
         assert again.state(done) == state
 
 
-def test_a_stream_without_a_sequence_ends_with_the_reason() -> None:
+def test_stream_without_a_sequence_ends_with_the_reason() -> None:
     write("rows/a.jsonl", "w7 w8 w9")
     with pytest.raises(ValueError, match="at least one sequence of 8 tokens, it has 4"):
         list(packing.PackedStream(TOKENIZER, 8, 2, dataset="rows"))

@@ -57,7 +57,7 @@ def test_statistics_are_those_of_the_papers_formulas(variant: str, dtype: torch.
         assert stats[name] == pytest.approx(layers, abs=1e-5 if dtype == torch.float32 else 5e-3)
 
 
-def test_rows_count_alike() -> None:
+def test_statistics_are_the_mean_of_all_rows() -> None:
     model, rows = tiny_model("v2"), tokens(3, 11)
     together, alone = differential_stats(model, rows), [differential_stats(model, row[None]) for row in rows]
     for name, layers in together.items():
@@ -99,7 +99,7 @@ def test_failed_measuring_leaves_the_model_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_an_adapter_is_measured_with_its_model(variant: str) -> None:
+def test_adapter_is_measured_with_its_model(variant: str) -> None:
     row = tokens(1, 9)
     before = differential_stats(tiny_model(variant), row)
     adapted = get_peft_model(tiny_model(variant), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
@@ -108,7 +108,7 @@ def test_an_adapter_is_measured_with_its_model(variant: str) -> None:
     assert after["cosine"] == pytest.approx(merged["cosine"], abs=1e-5)
 
 
-def test_a_llama_has_no_such_maps() -> None:
+def test_statistics_of_another_model_are_refused() -> None:
     llama = LlamaForCausalLM(
         LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     )

@@ -153,7 +153,7 @@ def test_only_completions_are_learnt(make: Make, packing: bool) -> None:
     assert_it_learns(make(texts, packing=packing, max_length=16), rows, [slice(2, None)] * len(rows))
 
 
-def test_a_lora_is_learnt_without_named_layers_and_loads(make: Make, tmp_path: Path) -> None:
+def test_lora_is_learnt_without_named_layers_and_loads(make: Make, tmp_path: Path) -> None:
     trainer = make(TEXTS, peft_config=LoraConfig(), packing=True, max_length=16, learning_rate=0.1)
     before = {name: p.clone() for name, p in trainer.model.named_parameters()}
     assert_it_learns(trainer, ROWS)
@@ -168,7 +168,7 @@ def test_a_lora_is_learnt_without_named_layers_and_loads(make: Make, tmp_path: P
         assert torch.equal(again.eval()(tokens(2, 9)).logits, expected)
 
 
-def test_a_lora_and_lambda_are_learnt_on_a_model_in_4_bits(make: Make, tmp_path: Path) -> None:
+def test_lora_and_lambda_are_learnt_on_a_model_in_4_bits(make: Make, tmp_path: Path) -> None:
     variant = make(TEXTS).model.config.diff_variant
     tiny_model(variant, initializer_range=0.05, intermediate_size=128).save_pretrained(tmp_path / "base")
     bits = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["lambda_proj", "lm_head"])
@@ -186,7 +186,7 @@ def test_a_lora_and_lambda_are_learnt_on_a_model_in_4_bits(make: Make, tmp_path:
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_a_model_is_loaded_from_its_folder_and_learns(make: Make, tmp_path: Path) -> None:
+def test_model_is_loaded_from_its_folder_and_learns(make: Make, tmp_path: Path) -> None:
     model = make(TEXTS).model
     model.save_pretrained(tmp_path / "model")
     trainer = make(TEXTS, str(tmp_path / "model"))
@@ -228,7 +228,7 @@ def test_models_of_remote_code_are_loaded_from_their_folders_and_learn(tmp_path:
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("fields", [{}, EVERY_FEATURE], ids=["plain", "every feature"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_batch_without_padding_has_logits_and_gradients_of_sequences_alone(
+def test_batch_without_padding_has_logits_and_gradients_of_sequences_alone(
     variant: str, fields: dict[str, Any], implementation: str
 ) -> None:
     model = tiny_model(variant, torch.float64, implementation, **fields)
