@@ -43,15 +43,12 @@ TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model",
 
 
 def locate(src: str | os.PathLike[str], revision: str | None, patterns: Iterable[str]) -> Path:
-    """Resolves a path, which need not exist, or downloads a repository of the Hub unless it is cached.
+    """The absolute path of a path, which need not exist, or of a repository of the Hub, downloaded unless it is cached.
 
     Args:
         src: path, or repository `owner/name` of the Hub; what exists is a path.
         revision: branch, tag or commit of the repository.
         patterns: names of the files to download.
-
-    Returns:
-        An absolute path.
 
     Raises:
         FileNotFoundError: the repository cannot be downloaded, or the path is a broken link.
@@ -64,13 +61,11 @@ def locate(src: str | os.PathLike[str], revision: str | None, patterns: Iterable
         if revision is not None:
             raise ValueError(f"`revision` goes with a repository of the Hub, and {name} is none, got {revision!r}.")
         return path
+    offline = huggingface_hub.is_offline_mode()
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=list(patterns),
-                local_files_only=huggingface_hub.is_offline_mode(),
+                name, revision=revision, allow_patterns=list(patterns), local_files_only=offline
             )
         )
     except Exception as error:  # of the network, the cache, the name: to the user they are one
@@ -108,14 +103,8 @@ def replace_file(path: Path, content: str | bytes) -> None:
 def locked(folder: Path, instead: str) -> Iterator[None]:
     """Locks a folder for this run. Creates the folder, and removes it again if it is still empty at the end.
 
-    The operating system releases the lock when its process ends, also when it is killed.
-
-    Args:
-        folder: where a run writes.
-        instead: what the user can do, for the error, such as "name another folder with --output".
-
-    Raises:
-        ValueError: another living process has locked it.
+    The operating system releases the lock when its process ends, also when it is killed. Raises `ValueError` with the
+    advice `instead` if another living process has locked it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock", timeout=0)

@@ -32,14 +32,8 @@ def complete_gguf_config(
 ) -> None:
     """Adds what transformers leaves out of the configuration that it reads from a GGUF file.
 
-    Args:
-        config: the configuration, which is changed.
-        reader: reads the file.
-        src: the file, for the error.
-        tensor_names: names of the tensors that transformers reads for this configuration.
-
     Raises:
-        CheckpointError: transformers would ignore other parts of the file; all of them are listed.
+        CheckpointError: transformers, which reads `tensor_names`, would ignore other parts of the file.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 

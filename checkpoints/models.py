@@ -20,7 +20,7 @@ from diffllama.checkpoints.errors import CheckpointError, VerificationError, lin
 from diffllama.checkpoints.files import AUXILIARY_FILES, NAMES, TOKENIZER_FILES, leads_out
 from diffllama.checkpoints.gguf_files import complete_gguf_config, gguf_number, gguf_text
 from diffllama.checkpoints.json_files import read_json, write_json
-from diffllama.checkpoints.reading import Checkpoint, TensorsInMemory, open_checkpoint
+from diffllama.checkpoints.reading import Checkpoint, open_checkpoint
 from diffllama.checkpoints.versions import is_code_licence
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
 
@@ -221,7 +221,7 @@ class TransformersSource:
         tensors = self.gguf_model.state_dict()
         if self.gguf_model.lm_head.weight is self.gguf_model.model.embed_tokens.weight:
             del tensors["lm_head.weight"]
-        return Checkpoint.of_file(TensorsInMemory(tensors, self.src))
+        return Checkpoint.in_memory(tensors, self.src)
 
     def expected(self) -> dict[str, torch.Tensor]:
         """Names and shapes that the tensors must have. Raises `CheckpointError` if there are too few for the layers."""

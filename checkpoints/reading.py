@@ -6,9 +6,9 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
+from huggingface_hub.utils.sha import sha_fileobj
 from safetensors import SafetensorError, safe_open
 
 from diffllama.checkpoints.errors import CheckpointError, lines
@@ -21,90 +21,56 @@ PICKLES = (".bin", ".pt", ".pth")
 SUFFIXES = (".safetensors", *PICKLES)
 
 
-class TensorFile(Protocol):
-    """Some tensors of a checkpoint."""
+class TensorInMemory:
+    """A tensor that was read together with its file. `meta` is its shape and dtype, on the meta device."""
 
-    tensors: dict[str, torch.Tensor]
-    """Name -> shape and dtype, on the meta device."""
-    path: Path
+    def __init__(self, values: torch.Tensor, path: Path) -> None:
+        self.values, self.path, self.meta = values, path, values.to("meta")
 
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor's values."""
+    def read(self) -> torch.Tensor:
+        """Its values."""
+        return self.values
 
-    def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """A tensor's values, a piece at a time, see `tensor_values.pieces`."""
-
-
-class TensorsInMemory:
-    """A state dict, read from a file."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-        self.values, self.path = tensors, path
-        self.tensors = {name: tensor.to("meta") for name, tensor in tensors.items()}
-
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor's values."""
-        return self.values[name]
-
-    def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """A tensor's values, a piece at a time."""
-        return pieces(self.values[name])
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Its values, a piece at a time, see `tensor_values.pieces`."""
+        return pieces(self.values)
 
 
-class SafetensorsFile:
-    """A safetensors file; nothing of it stays open or in memory.
+class TensorInSafetensors:
+    """A tensor of a safetensors file, which is not kept open: its name there, and where its values begin."""
 
-    Raises:
-        SafetensorError: the file is cut off or is none of these.
-        CheckpointError: it has tensors that are not floating-point numbers.
-    """
+    def __init__(self, path: Path, name: str, meta: torch.Tensor, start: int) -> None:
+        self.path, self.name, self.meta, self.start = path, name, meta, start
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        # Checks that the header describes the file, to the last byte. ("pt" would map the whole file as memory that may
-        # be written, which counts as allocated where memory is limited, as in `check`.)
-        with safe_open(path, "np"):
-            pass
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            self.header = file.read(length)
-        entries = {name: entry for name, entry in json.loads(self.header).items() if name != "__metadata__"}
-        if others := [f"{name} is {entry['dtype']}" for name, entry in entries.items() if entry["dtype"] not in DTYPES]:
-            raise CheckpointError(
-                f"holds other than floating-point numbers, of {', '.join(DTYPES)}: " + ", ".join(others)
-            )
-        self.tensors = {
-            name: torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
-            for name, entry in entries.items()
-        }
-        self.ranges = {name: [8 + length + end for end in entry["data_offsets"]] for name, entry in entries.items()}
-
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor's values."""
+    def read(self) -> torch.Tensor:
+        """Its values."""
         try:
             with safe_open(self.path, "pt") as file:
-                return file.get_tensor(name)
+                return file.get_tensor(self.name)
         except SafetensorError as error:
             raise OSError(f"{self.path} has changed while it was read: {error}.") from error
 
-    def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """A tensor's values, a piece at a time."""
-        dtype, rest = self.tensors[name].dtype, self.tensors[name].numel()
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Its values, a piece at a time."""
+        rest = self.meta.numel()
         with self.path.open("rb") as file:
-            file.seek(self.ranges[name][0])
+            file.seek(self.start)
             while rest:
-                piece = torch.empty(min(rest, PIECE), dtype=dtype)
+                piece = torch.empty(min(rest, PIECE), dtype=self.meta.dtype)
                 if file.readinto(data(piece)) < piece.nbytes:
                     raise OSError(f"{self.path} has become shorter while it was read.")
                 rest -= len(piece)
                 yield piece
 
 
+StoredTensor = TensorInMemory | TensorInSafetensors
+
+
 class Checkpoint:
     """The tensors of one or more files.
 
     Args:
-        homes: name -> the file with the tensor, and its name there.
+        homes: name -> where the tensor is stored, maybe under another name.
         index_sha256: SHA-256 of what lists the tensors: an index of shards, or the header of a single safetensors file,
             or the whole of any other file.
 
@@ -112,25 +78,22 @@ class Checkpoint:
         tensors: name -> shape and dtype, on the meta device.
     """
 
-    def __init__(self, homes: Mapping[str, tuple[TensorFile, str]], index_sha256: str) -> None:
-        self.homes = homes
-        self.tensors = {name: file.tensors[inside] for name, (file, inside) in homes.items()}
-        self.index_sha256 = index_sha256
+    def __init__(self, homes: Mapping[str, StoredTensor], index_sha256: str) -> None:
+        self.homes, self.index_sha256 = homes, index_sha256
+        self.tensors = {name: home.meta for name, home in homes.items()}
 
     @classmethod
-    def of_file(cls, file: TensorFile) -> "Checkpoint":
-        """The tensors of one file."""
-        return cls({name: (file, name) for name in file.tensors}, sha256(file))
+    def in_memory(cls, tensors: Mapping[str, torch.Tensor], path: Path) -> "Checkpoint":
+        """Tensors that were read from a file."""
+        return cls({name: TensorInMemory(tensor, path) for name, tensor in tensors.items()}, sha256(path))
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor's values."""
-        file, inside = self.homes[name]
-        return file.read(inside)
+        return self.homes[name].read()
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """A tensor's values, a piece at a time."""
-        file, inside = self.homes[name]
-        return file.pieces(inside)
+        """A tensor's values, a piece at a time, see `tensor_values.pieces`."""
+        return self.homes[name].pieces()
 
     def drop(self, name: str) -> None:
         """Leaves a tensor out."""
@@ -143,7 +106,7 @@ def nonfinite_tensors(checkpoint: Checkpoint) -> dict[str, str]:
     Reads every value, at most `PIECE` at a time.
     """
     return {
-        name: checkpoint.homes[name][0].path.name
+        name: checkpoint.homes[name].path.name
         for name in checkpoint.tensors
         if not all(map(is_finite, checkpoint.pieces(name)))
     }
@@ -177,33 +140,49 @@ def open_checkpoint(src: Path) -> Checkpoint:
     paths, index = ([src], None) if src.is_file() else weight_files(src)
     if missing := [path.name for path in paths if not path.is_file()]:
         raise FileNotFoundError(f"{index} names files that are not there: {', '.join(missing)}. Download them again.")
-    homes: dict[str, tuple[TensorFile, str]] = {}
+    homes: dict[str, StoredTensor] = {}
     faults = []
     for path in paths:
         try:
-            file = open_file(path)
+            tensors = open_file(path)
         except (SafetensorError, ValueError, OSError, RecursionError) as error:
             faults.append(f"{path.name}: {error}")
             continue
-        faults += [f"{path.name}: {name} is in another file too" for name in file.tensors if name in homes]
-        homes |= {name: (file, name) for name in file.tensors}
+        faults += [f"{path.name}: {name} is in another file too" for name in tensors if name in homes]
+        homes |= tensors
     if faults:
         raise CheckpointError(lines(f"{src} has weights that cannot be read", faults))
-    return Checkpoint(homes, hashlib.sha256(index.read_bytes()).hexdigest() if index else sha256(file))
+    return Checkpoint(homes, sha256(index or paths[0]))
 
 
-def open_file(path: Path) -> TensorFile:
-    """Opens one file of weights.
-
-    Raises:
-        SafetensorError, ValueError, OSError: it cannot be read, or holds other things than floating-point numbers.
-    """
+def open_file(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file. Raises `SafetensorError`, `ValueError` or `OSError` if it has anything else."""
     if path.suffix not in SUFFIXES:
         raise ValueError(f"is none of {', '.join(SUFFIXES)}")
     with path.open("rb") as file:
         if file.read(24) == b"version https://git-lfs.":
             raise ValueError("is a pointer to the file, which git-lfs has not downloaded")
-    return TensorsInMemory(read_pickle(path), path) if path.suffix in PICKLES else SafetensorsFile(path)
+    if path.suffix in PICKLES:
+        return {name: TensorInMemory(tensor, path) for name, tensor in read_pickle(path).items()}
+    # Checks that the header describes the file, to the last byte. ("pt" would map the whole file as memory that may
+    # be written, which counts as allocated where memory is limited, as in `check`.)
+    with safe_open(path, "np"):
+        pass
+    header = safetensors_header(path)
+    entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+    if others := [f"{name} is {entry['dtype']}" for name, entry in entries.items() if entry["dtype"] not in DTYPES]:
+        raise ValueError(f"holds other than floating-point numbers, of {', '.join(DTYPES)}: " + ", ".join(others))
+    tensors: dict[str, StoredTensor] = {}
+    for name, entry in entries.items():
+        meta = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
+        tensors[name] = TensorInSafetensors(path, name, meta, 8 + len(header) + entry["data_offsets"][0])
+    return tensors
+
+
+def safetensors_header(path: Path) -> bytes:
+    """The JSON at the beginning of a safetensors file, behind its length."""
+    with path.open("rb") as file:
+        return file.read(int.from_bytes(file.read(8), "little"))
 
 
 def weight_files(folder: Path) -> tuple[list[Path], Path | None]:
@@ -224,14 +203,12 @@ def weight_files(folder: Path) -> tuple[list[Path], Path | None]:
     raise FileNotFoundError(f"{folder} has no weights: no {' or '.join(NAMES)} and no index of shards of these.")
 
 
-def sha256(file: TensorFile) -> str:
+def sha256(path: Path) -> str:
     """SHA-256 of a safetensors file's header, or of the whole of another file."""
-    digest = hashlib.sha256(file.header if isinstance(file, SafetensorsFile) else b"")
-    if not isinstance(file, SafetensorsFile):
-        with file.path.open("rb") as opened:
-            while block := opened.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
+    if path.suffix == ".safetensors":
+        return hashlib.sha256(safetensors_header(path)).hexdigest()
+    with path.open("rb") as file:
+        return sha_fileobj(file).hex()
 
 
 def check_tensors(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], where: str) -> None:

@@ -52,7 +52,6 @@ def write_shards(
         steps: the plan, see `weight_map.plan`.
         checkpoint: where the steps' inputs come from.
         max_shard_size: bytes, or a text like "5GB"; a larger tensor gets a shard of its own.
-        progress: see `Progress`.
 
     Returns:
         The `fingerprint` of what was written.

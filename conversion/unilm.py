@@ -23,7 +23,7 @@ from diffllama.checkpoints.files import NAMES
 from diffllama.checkpoints.json_files import read_json, write_json
 from diffllama.checkpoints.models import check_layers, check_sizes, copy_auxiliary_files, expected_tensors
 from diffllama.checkpoints.options import Variant
-from diffllama.checkpoints.reading import SUFFIXES, Checkpoint, TensorFile, open_checkpoint
+from diffllama.checkpoints.reading import SUFFIXES, Checkpoint, StoredTensor, open_checkpoint
 from diffllama.conversion import unilm_reference
 from diffllama.conversion.llama import BODY
 from diffllama.conversion.operations import half_from_interleaved, interleaved_from_half, repeat_keys, repeat_values
@@ -126,7 +126,7 @@ class UnilmModel:
                 problem = f"Files of {self.src} must end in the numbers of their layers, without gaps"
                 raise CheckpointError(lines(problem, [file.name for file in files]))
             parts = [open_checkpoint(file) for _, file in sorted(layers.items())]
-        homes: dict[str, tuple[TensorFile, str]] = {}
+        homes: dict[str, StoredTensor] = {}
         for layer, part in enumerate(parts):
             for name, home in part.homes.items():
                 if (name := canonical(name, self.variant, layer)) in homes:

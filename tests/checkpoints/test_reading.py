@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from diffllama.checkpoints.errors import CheckpointError
 from diffllama.checkpoints.reading import (
     Checkpoint,
-    SafetensorsFile,
-    TensorsInMemory,
+    TensorInSafetensors,
     fingerprint,
     nonfinite_tensors,
     open_checkpoint,
@@ -129,7 +128,7 @@ def test_a_source_that_becomes_shorter_is_an_error(left: int | str, tmp_path: Pa
     save_file({name: randoms((3, 5), dtype) for name, dtype in DTYPES.items()}, tmp_path / SINGLE)
     checkpoint = open_checkpoint(tmp_path)
     os.truncate(tmp_path / SINGLE, left if isinstance(left, int) else (tmp_path / SINGLE).stat().st_size - 1)
-    last = max(checkpoint.homes["F64"][0].ranges.items(), key=lambda item: item[1][1])[0]
+    last = max(checkpoint.homes, key=lambda name: checkpoint.homes[name].start)
     with pytest.raises(OSError, match=r"model\.safetensors.*shorter"):
         list(checkpoint.pieces(last))
     with pytest.raises(OSError, match=r"model\.safetensors has changed while it was read"):
@@ -294,7 +293,7 @@ def test_the_sha256_is_that_of_an_index_a_header_or_else_the_file(tmp_path: Path
         expect(file, file.read_bytes())
 
     (tmp_path / "x.gguf").write_bytes(b"GGUF" * 1000)
-    checkpoint = Checkpoint.of_file(TensorsInMemory({"a": A}, tmp_path / "x.gguf"))
+    checkpoint = Checkpoint.in_memory({"a": A}, tmp_path / "x.gguf")
     assert checkpoint.index_sha256 == hashlib.sha256(b"GGUF" * 1000).hexdigest()
     assert all_same(values(checkpoint), {"a": A})
 
@@ -358,6 +357,6 @@ class TestFingerprint:
         assert fingerprint(open_checkpoint(tmp_path / "x.bin")) == in_shards == self.of(weights, tmp_path)
 
     def test_no_tensor_is_in_memory_as_a_whole(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(SafetensorsFile, "read", lambda *_: pytest.fail("a whole tensor was read"))
+        monkeypatch.setattr(TensorInSafetensors, "read", lambda *_: pytest.fail("a whole tensor was read"))
         self.of({"a": torch.zeros(3 * PIECE)}, tmp_path)
         assert [len(piece) for piece in open_checkpoint(tmp_path).pieces("a")] == [PIECE] * 3

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 from diffllama.checkpoints.errors import CheckpointError
 from diffllama.checkpoints.options import shard_size
-from diffllama.checkpoints.reading import Checkpoint, TensorsInMemory, fingerprint, open_checkpoint
+from diffllama.checkpoints.reading import Checkpoint, TensorInMemory, fingerprint, open_checkpoint
 from diffllama.checkpoints.tensor_values import DTYPES
 from diffllama.checkpoints.writing import Step, write_shards
 from diffllama.conversion.weight_map import Rule, plan
@@ -173,12 +173,11 @@ def test_one_shard_and_one_tensor_are_in_memory_at_a_time(tmp_path: Path) -> Non
         counts.append(sum(reference() is not None for reference in alive))
         return tensor
 
-    class Source(TensorsInMemory):
-        def read(self, name: str) -> torch.Tensor:
-            return born(super().read(name).clone())
+    class Source(TensorInMemory):
+        def read(self) -> torch.Tensor:
+            return born(super().read().clone())
 
-    file = Source({f"{i}": torch.ones(5, 3) for i in range(10)}, Path())
-    checkpoint = Checkpoint({name: (file, name) for name in file.tensors}, "")
+    checkpoint = Checkpoint({f"{i}": Source(torch.ones(5, 3), Path()) for i in range(10)}, "")
     steps = {
         name: Step((name,), lambda tensor: born(tensor * 2), torch.empty(5, 3, device="meta"))
         for name in checkpoint.tensors

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffllama.checkpoints.errors import CheckpointError
-from diffllama.checkpoints.reading import Checkpoint, TensorsInMemory, open_checkpoint
+from diffllama.checkpoints.reading import Checkpoint, TensorInMemory, open_checkpoint
 from diffllama.checkpoints.writing import Step
 
 
@@ -44,8 +44,7 @@ def values(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def in_memory(tensors: dict[str, torch.Tensor]) -> Checkpoint:
-    file = TensorsInMemory(tensors, Path())
-    return Checkpoint({name: (file, name) for name in tensors}, "")
+    return Checkpoint({name: TensorInMemory(tensor, Path()) for name, tensor in tensors.items()}, "")
 
 
 def as_they_are(checkpoint: Checkpoint) -> dict[str, Step]:
