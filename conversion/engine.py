@@ -29,7 +29,7 @@ from diffllama.conversion.transformers_models import TransformersModel
 from diffllama.conversion.unilm import UnilmModel
 from diffllama.conversion.verification import Verification, measure, tolerance_for
 from diffllama.conversion.weight_map import find_rules, plan
-from diffllama.hub_cards.cards import CARD, ModelFacts, inherited_metadata, model_card, updated
+from diffllama.hub_cards.cards import CARD, ModelFacts, inherited_metadata, updated_card
 from diffllama.hub_cards.code import code_licence
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
@@ -160,8 +160,8 @@ def convert(
             conversion=record,
             code_licence=code_licence(folder),
         )
-        card = model_card(facts, dest.name, inherited_metadata(src / CARD))
-        (folder / CARD).write_text(updated("", card)[0], encoding="utf-8")
+        card, _ = updated_card("", facts, dest.name, inherited_metadata(src / CARD))
+        (folder / CARD).write_text(card, encoding="utf-8")
     return dest
 
 

@@ -19,7 +19,7 @@ import torch
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from yaml import YAMLError
 
 from diffllama.checkpoints.models import AUTO_CLASSES
@@ -137,9 +137,9 @@ def model_card(
         # The Hub has no relation for conversions; this is the one for full weights derived from another model
         metadata.setdefault("base_model_relation", "finetune")
     if conversion is not None and facts.training is None and not facts.trained:
-        template = "converted"
+        kind = "converted"
     else:
-        template = "fine_tuned" if "base_model" in metadata else "trained"
+        kind = "fine_tuned" if "base_model" in metadata else "trained"
     tags = ["diffllama", "differential-attention", f"diff-{config.diff_variant}"]
     generated = {*tags, *(f"diff-{variant}" for variant in VARIANTS)}
     metadata["tags"] = tags + [tag for tag in as_list(metadata.get("tags")) if tag not in generated]
@@ -150,31 +150,27 @@ def model_card(
         new = [eval_result(row, task.pipeline_tag) for row in facts.evaluation]
         results = {eval_result_key(result): result for result in (*(data.eval_results or ()), *new)}
         data.model_name, data.eval_results = data.model_name or name, list(results.values())
-    text = (
-        environment()
-        .get_template(f"{template}.md")
-        .render(
-            facts=facts,
-            config=config,
-            source=conversion and conversion["source"],
-            result=conversion and conversion["result"],
-            check=conversion and conversion["verification"],
-            training=training_rows(facts.training or {}),
-            harness=sorted({row["harness"] for row in facts.evaluation if "harness" in row}),
-            metadata=metadata,
-            bases=as_list(metadata.get("base_model")),
-            datasets=as_list(metadata.get("datasets")),
-            name=name,
-            repo=repo,
-            revision=revision,
-            pin=f', revision="{revision}"' if revision else "",
-            trust=", trust_remote_code=True" if facts.is_diffllama else "",
-            task=task,
-            auto_class=AUTO_CLASSES[facts.architecture],
-            package=f"[diffllama]({PACKAGE_URL})" if PACKAGE_URL else "diffllama",
-            requirements=requirements(),
-            sliding=(config.layer_types or []).count("sliding_attention"),
-        )
+    text = template(kind).render(
+        facts=facts,
+        config=config,
+        source=conversion and conversion["source"],
+        result=conversion and conversion["result"],
+        check=conversion and conversion["verification"],
+        training=training_rows(facts.training or {}),
+        harness=sorted({row["harness"] for row in facts.evaluation if "harness" in row}),
+        metadata=metadata,
+        bases=as_list(metadata.get("base_model")),
+        datasets=as_list(metadata.get("datasets")),
+        name=name,
+        repo=repo,
+        revision=revision,
+        pin=f', revision="{revision}"' if revision else "",
+        trust=", trust_remote_code=True" if facts.is_diffllama else "",
+        task=task,
+        auto_class=AUTO_CLASSES[facts.architecture],
+        package=f"[diffllama]({PACKAGE_URL})" if PACKAGE_URL else "diffllama",
+        requirements=requirements(),
+        sliding=(config.layer_types or []).count("sliding_attention"),
     )
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text.strip()}\n")
 
@@ -204,14 +200,14 @@ def inherited_metadata(card: Path) -> dict[str, Any]:
     return {name: metadata[name] for name in INHERITED if name in metadata}
 
 
-def environment() -> Environment:
-    """The templates. A variable that is not defined is an error."""
-    templates = Environment(
+def template(name: str) -> Template:
+    """A template of cards. A variable that is not defined is an error."""
+    environment = Environment(
         loader=PackageLoader("diffllama.hub_cards", ""), undefined=StrictUndefined, keep_trailing_newline=True
     )
-    templates.filters["cell"] = table_cell
-    templates.globals["section"] = section
-    return templates
+    environment.filters["cell"] = table_cell
+    environment.globals["section"] = section
+    return environment.get_template(f"{name}.md")
 
 
 def as_list(value: str | Sequence[str] | None) -> list[str]:
@@ -301,7 +297,14 @@ def updated_card(
     revision: str | None = None,
     where: str = CARD,
 ) -> tuple[str, list[str]]:
-    """The text of a card with new facts, see `model_card` and `updated`. `metadata` replaces the old card's.
+    """The text of a card with new facts, see `model_card`, and with everything that people wrote into it.
+
+    Generated sections are replaced unless they were edited. Text around them stays; sections that were removed stay
+    removed. A card without generated sections is kept in front of the new text. `metadata` replaces the old card's;
+    YAML comments that have lines of their own stay.
+
+    Returns:
+        The text, and the names of the sections that were kept because they had been edited.
 
     Raises:
         ValueError: the old card or the facts have unexpected content; the message says `where` the card is.
@@ -314,34 +317,11 @@ def updated_card(
             f"No card can be generated from {where}, conversion.json, training.json and evaluation.json: one of them "
             f"has unexpected content: {type(error).__name__}: {error}"
         ) from error
-    return updated(old, new)
-
-
-def updated(old: str, new: ModelCard) -> tuple[str, list[str]]:
-    """A card's text with new facts and with everything that people wrote into it.
-
-    Generated sections are replaced unless they were edited. Text around them stays; sections that were removed stay
-    removed. A card without generated sections is kept in front of the new text. The metadata is the new card's, with
-    the old one's YAML comments that have lines of their own.
-
-    Args:
-        old: the card's text; may be empty.
-        new: the result of `model_card` with the old card's metadata.
-
-    Returns:
-        The text, and the names of the sections that were kept because they had been edited.
-    """
     sections = {match[1]: match[0] for match in _SECTION.finditer(new.text)}
-    edited = []
-
-    def replace(match: re.Match[str]) -> str:
-        if is_edited(match):
-            edited.append(match[1])
-        return match[0] if match[1] in edited else sections.get(match[1], "")
-
     front, text = split_front_matter(old)
+    edited = [match[1] for match in _SECTION.finditer(text) if is_edited(match)]
     if _SECTION.search(text):
-        text = _SECTION.sub(replace, text)
+        text = _SECTION.sub(lambda match: match[0] if match[1] in edited else sections.get(match[1], ""), text)
     else:
         text = f"{text.rstrip()}\n\n{new.text.lstrip()}" if text.strip() else new.text
     comments = [line for line in front.splitlines() if line.startswith("#")]
@@ -352,13 +332,7 @@ def updated(old: str, new: ModelCard) -> tuple[str, list[str]]:
 def merge_cards(card: str, other: str, place: str, other_place: str, alternative: str) -> tuple[str, dict[str, Any]]:
     """Chooses which of two cards to update so that no handwritten text is lost, and merges their metadata.
 
-    Args:
-        card, other: the two texts.
-        place, other_place: where they are, for messages.
-        alternative: how to keep only the first, for messages.
-
-    Returns:
-        The text to update, and the merged metadata.
+    `place`, `other_place`, and `alternative`, a way to keep only the first, are for messages.
 
     Raises:
         ValueError: each has handwritten text, or metadata, that the other lacks.

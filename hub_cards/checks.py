@@ -24,7 +24,7 @@ Inspection = Callable[[Path], Iterator[Finding | str]]
 """Yields the name of each file before it is read, and findings."""
 
 
-def check(folder: str | os.PathLike[str], *, allow: Sequence[str] = ()) -> list[Finding]:
+def check(folder: str | os.PathLike[str], *, allow: Sequence[str] = (), code_only: bool = False) -> list[Finding]:
     """Checks a folder that is to be published.
 
     A model folder consists of known files; any other is an error. Every file must match its name and load with the
@@ -35,6 +35,7 @@ def check(folder: str | os.PathLike[str], *, allow: Sequence[str] = ()) -> list[
         folder: a folder with a diffllama model.
         allow: findings to downgrade to notes, as FILE:RULE, which is how the text of a finding begins. FILE may be a
             pattern.
+        code_only: whether to check only the folder's code.
 
     Returns:
         The findings, errors and notes.
@@ -45,17 +46,9 @@ def check(folder: str | os.PathLike[str], *, allow: Sequence[str] = ()) -> list[
         FolderError: an entry of `allow` matches no finding.
     """
     check_arguments(folder, allow)
-    from diffllama.hub_cards.folder_checks import inspect_folder  # takes seconds to import
+    from diffllama.hub_cards.folder_checks import inspect_code, inspect_folder  # takes seconds to import
 
-    return apply_allowlist(run_isolated(inspect_folder, folder), allow)
-
-
-def check_code(folder: str | os.PathLike[str], *, allow: Sequence[str] = ()) -> list[Finding]:
-    """Checks the code of a folder only, see `check`."""
-    check_arguments(folder, allow)
-    from diffllama.hub_cards.folder_checks import inspect_code
-
-    return apply_allowlist(run_isolated(inspect_code, folder), allow)
+    return apply_allowlist(run_isolated(inspect_code if code_only else inspect_folder, folder), allow)
 
 
 def run_isolated(inspect: Inspection, folder: str | os.PathLike[str]) -> list[Finding]:

@@ -6,13 +6,12 @@ import ast
 import difflib
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
-from diffllama.checkpoints.errors import DiffLlamaError
 from diffllama.checkpoints.versions import SOURCE, VERSION, commit, is_code_licence, licence
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
 
@@ -26,44 +25,28 @@ INSTALLED = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_name
 _VERSION_LINE = re.compile(r"^# From diffllama (?P<version>\S+?)(?:, commit (?P<commit>[^\n]+))?\.\n", re.MULTILINE)
 
 
-class HubCodeError(DiffLlamaError):
-    """Code that transformers cannot load from the Hub. The message lists every fault, one per line.
-
-    Attributes:
-        faults: the faults, each with the file's name in front.
-    """
-
-    def __init__(self, folder: Path, faults: list[str]) -> None:
-        super().__init__("\n  ".join((f"transformers cannot load the code in {folder} from the Hub:", *faults)))
-        self.faults = faults
+@cache
+def package_code() -> dict[str, str]:
+    """The files of the package that every Hub folder has: name -> text."""
+    return {file.name: file.read_text(encoding="utf-8") for file in SOURCE.glob("*.py") if file.name != "__init__.py"}
 
 
-def hub_code(folder: Path = SOURCE, auto_map: Mapping[str, str] = AUTO_MAP) -> dict[str, str]:
-    """The files that a Hub folder needs for its Auto classes, found by following their imports.
+def folder_code(folder: Path) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """The files that a Hub folder needs for the classes of `AUTO_MAP`, found by following their imports.
 
     transformers' loader reads imports with regular expressions, understands only `from .name import x`, and loads all
     files from one folder.
 
-    Args:
-        folder: where the files are.
-        auto_map: Auto class -> `file.Class`, as in config.json.
-
     Returns:
-        File name -> text.
-
-    Raises:
-        HubCodeError: a file or class is missing, the loader would miss or misread an import, or other machines lack
-            an imported module.
+        File name -> text; and pairs of a file and a fault: it or a class is missing, the loader would miss or misread
+        an import, or other machines lack an imported module.
     """
     entry_points: dict[str, list[str]] = {}
-    faults = []
-    for auto_class, reference in auto_map.items():
-        module, _, name = str(reference).partition(".")
-        if not (module.isidentifier() and name.isidentifier()):
-            faults.append(f"auto_map: {auto_class} must be a file.Class of this folder, got {reference!r}")
-        else:
-            entry_points.setdefault(module, []).append(name)
+    for reference in AUTO_MAP.values():
+        module, _, name = reference.partition(".")
+        entry_points.setdefault(module, []).append(name)
     code: dict[str, str] = {}
+    faults: list[tuple[str, str]] = []
     pending = list(entry_points)
     while pending:
         module = pending.pop(0)
@@ -71,66 +54,43 @@ def hub_code(folder: Path = SOURCE, auto_map: Mapping[str, str] = AUTO_MAP) -> d
         if path.name in code:
             continue
         if clashes := [other for other in code if other.lower() == path.name.lower()]:
-            faults.append(f"{path.name}: on some machines it is the same file as {clashes[0]}")
+            faults.append((path.name, f"on some machines it is the same file as {clashes[0]}"))
         if (folder / module).is_dir():
-            faults.append(f"{path.name}: there is a folder of the same name")
+            faults.append((path.name, "there is a folder of the same name"))
         try:
             code[path.name] = path.read_text(encoding="utf-8")
             tree = ast.parse(code[path.name])
         except (OSError, ValueError, SyntaxError) as error:
-            faults.append(f"{path.name}: {error}")
+            faults.append((path.name, str(error)))
             continue
         classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
-        for node in tree.body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.value) in classes:  # an alias
-                classes |= {ast.unparse(target) for target in node.targets}
         missing = [f"has no class {name}" for name in entry_points.get(module, ()) if name not in classes]
         modules, import_faults = relative_imports(tree, path)
-        import_faults += absolute_import_faults(tree, path)
-        faults += [f"{path.name}: {fault}" for fault in missing + import_faults]
+        faults += [(path.name, fault) for fault in (*missing, *import_faults, *absolute_import_faults(tree, path))]
         pending += modules
-    if faults:
-        raise HubCodeError(folder, faults)
-    return code
-
-
-@cache
-def package_code() -> dict[str, str]:
-    """The package's code, see `hub_code`."""
-    return hub_code()
-
-
-def is_package_code(folder: Path) -> bool:
-    """Whether a folder has the package's code, unchanged. It may have other Python files too."""
-    try:
-        return all(
-            split_version_line((folder / name).read_text(encoding="utf-8"))[0] == text
-            and not (folder / name).with_suffix("").exists()
-            for name, text in package_code().items()
-        )
-    except (OSError, UnicodeDecodeError):
-        return False
+    return code, faults
 
 
 def relative_imports(tree: ast.AST, path: Path) -> tuple[list[str], list[str]]:
     """The modules that a file imports relatively, and the faults that keep the loader from following it."""
-    statements: dict[str, int] = {}
+    modules: set[str] = set()
     faults = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             name = "." * (node.level - 1) + (node.module or "")
-            statements[name] = node.lineno
+            modules.add(name)
             if not name.isidentifier():
                 statement = f"from .{name} import {', '.join(alias.name for alias in node.names)}"
                 faults.append(f"line {node.lineno}: `{statement}` must have the form `from .file import name`")
-    modules, seen = {name for name in statements if name.isidentifier()}, set(get_relative_imports(path))
-    faults += [f"the loader takes a line of text for an import of .{name}" for name in sorted(seen - set(statements))]
-    faults += [f"the loader does not see the import of .{name}" for name in sorted(modules - seen)]
-    return sorted(modules), faults
+    seen, followed = set(get_relative_imports(path)), sorted(filter(str.isidentifier, modules))
+    faults += [f"the loader takes a line of text for an import of .{name}" for name in sorted(seen - modules)]
+    faults += [f"the loader does not see the import of .{name}" for name in followed if name not in seen]
+    return followed, faults
 
 
-def absolute_import_faults(tree: ast.AST, path: Path) -> list[str]:
+def absolute_import_faults(tree: ast.AST, path: Path) -> Iterator[str]:
     """The imports of this package, and of modules that other machines may lack."""
+    unprotected = set(get_imports(path)) - INSTALLED  # without those in `try` and `if is_x_available()`
     lines: dict[str, int] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -141,12 +101,11 @@ def absolute_import_faults(tree: ast.AST, path: Path) -> list[str]:
             continue
         for name in names:
             lines.setdefault(name.partition(".")[0], node.lineno)
-    missing = set(get_imports(path)) - INSTALLED - set(OURS)  # without those in `try` and `if is_x_available()`
-    return [
-        *(f"line {line}: imports {name}, which is not on the Hub" for name, line in lines.items() if name in OURS),
-        *(f"line {lines[name]}: imports {name}, which other machines may lack: import it within `try`"
-          for name in sorted(missing)),
-    ]  # fmt: skip
+    for name, line in lines.items():
+        if name in OURS:
+            yield f"line {line}: imports {name}, which is not on the Hub"
+        elif name in unprotected:
+            yield f"line {line}: imports {name}, which other machines may lack: import it within `try`"
 
 
 def add_version_line(text: str) -> str:
@@ -183,11 +142,10 @@ def code_differences(code: Mapping[str, str]) -> dict[str, str]:
     """How code differs from the package's: file -> difference. Empty if it does not."""
     ours, differences = package_code(), {}
     for name in sorted(code.keys() | ours.keys()):
+        text, version = split_version_line(code.get(name, ""))
         if name not in code:
             differences[name] = f"is missing; diffllama {VERSION} has it"
-            continue
-        text, version = split_version_line(code[name])
-        if name not in ours:
+        elif name not in ours:
             differences[name] = f"is not in diffllama {VERSION}"
         elif text != ours[name]:
             changes = list(difflib.unified_diff(ours[name].splitlines(), text.splitlines(), n=0, lineterm=""))[2:]

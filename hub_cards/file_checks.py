@@ -244,8 +244,7 @@ def check_json(name: str, content: Any, is_vocabulary: bool) -> Iterator[Finding
     """Searches a JSON file for secrets, local paths and references to code."""
     if name != "config.json" and isinstance(content, dict) and "auto_map" in content:
         yield Finding(name, "`auto_map` names code, which runs where the model's code is trusted", "auto-map")
-    text = "\n".join(json_words(content))
-    yield from (Finding(name, f"contains {secret}", "secret") for secret in find_secrets(text))
+    yield from check_string(name, "\n".join(json_words(content)), search_paths=False)
     if name == "tokenizer.json" and isinstance(content, dict):
         content = {field: value for field, value in content.items() if field not in ("model", "added_tokens")}
     elif is_vocabulary:

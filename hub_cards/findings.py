@@ -86,11 +86,9 @@ def check_arguments(
     revision: str | None = None,
     create_pr: bool = False,
 ) -> None:
-    """Checks arguments without importing anything heavy: call it before imports that take seconds.
+    """Raises `ValueError` or `FileNotFoundError` for invalid arguments of `check`, `export` and `push`.
 
-    Raises:
-        FileNotFoundError: the folder does not exist.
-        ValueError: an argument of `check`, `export` or `push` is invalid; the message names it.
+    Imports nothing heavy: call it before imports that take seconds.
     """
     if repo is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise ValueError(f"The repository must be `owner/name`, got {repo!r}.")
@@ -107,15 +105,8 @@ def check_arguments(
 
 
 def apply_allowlist(findings: Iterable[Finding], allow: Sequence[str]) -> list[Finding]:
-    """The findings, with the errors that the user allows turned into notes.
-
-    Args:
-        findings: the findings of `check`.
-        allow: FILE:RULE entries, where FILE is a path within the folder or a pattern such as `notes/*`.
-
-    Raises:
-        FolderError: an entry of `allow` matches no finding.
-    """
+    """The findings, with those errors turned into notes that the user allows. Raises `FolderError` for an entry of
+    `allow` that matches no finding."""
     result = list(findings)
     for entry in allow:
         pattern, _, rule = entry.rpartition(":")

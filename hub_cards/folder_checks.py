@@ -5,10 +5,9 @@
 Chat templates are rendered, in Jinja's sandbox, as transformers does. `run_isolated` runs all of this.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jinja2 import Environment
@@ -19,20 +18,19 @@ from diffllama.checkpoints.errors import CheckpointError
 from diffllama.checkpoints.files import NAMES, TOKENIZER_FILES
 from diffllama.checkpoints.json_files import read_json
 from diffllama.checkpoints.models import expected_tensors
-from diffllama.checkpoints.reading import Checkpoint, SafetensorsFile, check_tensors, nonfinite_tensors, open_checkpoint
+from diffllama.checkpoints.reading import Checkpoint, check_tensors, open_checkpoint
+from diffllama.checkpoints.tensor_values import is_finite
 from diffllama.hub_cards.cards import CARD, TASKS, parse_metadata, read_card
-from diffllama.hub_cards.code import (
-    HubCodeError,
-    code_differences,
-    hub_code,
-    is_package_code,
-    package_code,
-)
+from diffllama.hub_cards.code import code_differences, folder_code, package_code
 from diffllama.hub_cards.file_checks import check_file, kind_of, list_files, uploaded_files
 from diffllama.hub_cards.findings import Finding, note
 from diffllama.hub_cards.sanitize import contains_local_path, json_strings
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
 
+
+T = TypeVar("T")
+Check = Generator[Finding | str, None, T]
+"""Yields findings, and the name of a file before it is read. Returns what it loaded, if anything."""
 
 CODE_FIELDS = dict.fromkeys(
     (
@@ -66,44 +64,39 @@ def inspect_folder(folder: Path) -> Iterator[Finding | str]:
     unreadable = False
     for file in list_files(folder):
         name = file.relative_to(folder).as_posix()
-        for item in guarded(name, "content", partial(check_file, file, folder)):
+        for item in guarded(name, "content", check_file(file, folder)):
             unreadable |= isinstance(item, Finding) and item.rule in ("content", "json") and kind_of(name) is not None
             yield item
-    yield from guarded("*.py", "code", partial(check_code, folder))
+    yield from guarded("*.py", "code", check_code(folder))
     if unreadable:
         return  # loading these files would report the same errors again
-    config = None
-    for item in guarded("config.json", "config", partial(load_config, folder)):
-        if isinstance(item, DiffLlamaConfig):
-            config = item
-        else:
-            yield item
+    config = yield from guarded("config.json", "config", load_config(folder))
     if config is None:
         return
-    yield from guarded("config.json", "config", partial(check_config, folder))
-    yield from guarded(NAMES[0], "weights", partial(check_weights, folder, config))
-    yield from guarded("tokenizer_config.json", "tokenizer", partial(check_tokenizer, folder, config))
-    yield from guarded("generation_config.json", "generation", partial(check_generation, folder, config))
-    yield from guarded(CARD, "card", partial(check_card, folder))
+    yield from guarded(NAMES[0], "weights", check_weights(folder, config))
+    yield from guarded("tokenizer_config.json", "tokenizer", check_tokenizer(folder, config))
+    yield from guarded("generation_config.json", "generation", check_generation(folder, config))
+    yield from guarded(CARD, "card", check_card(folder))
 
 
 def inspect_code(folder: Path) -> Iterator[Finding | str]:
     """The same for the folder's code only."""
-    yield from guarded("*.py", "code", partial(check_code, folder, other_files=False))
-    for file in list_files(folder):
-        if file.parent == folder and file.name in package_code():
-            yield from guarded(file.name, "content", partial(check_file, file, folder))
+    yield from guarded("*.py", "code", check_code(folder, other_files=False))
+    for name in package_code():
+        if (folder / name).is_file():
+            yield from guarded(name, "content", check_file(folder / name, folder))
 
 
-def guarded(name: str, rule: str, check: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    """The name of a file and the findings of a check. An exception of the check becomes a finding."""
+def guarded(name: str, rule: str, check: Check[T]) -> Check[T | None]:
+    """The name of a file, then what a check yields. An exception of the check becomes a finding."""
     yield name
     try:
-        yield from check()
+        return (yield from check)
     except MemoryError:
         yield Finding(name, "takes too much memory to read", "limits")
     except Exception as error:  # libraries can fail anywhere when they read a hostile file
         yield Finding(name, f"cannot be read: {one_line(error)}", rule)
+    return None
 
 
 def one_line(error: Exception) -> str:
@@ -116,12 +109,10 @@ def check_code(folder: Path, other_files: bool = True) -> Iterator[Finding]:
 
     With `other_files`, Python files that do not belong to the model are reported too.
     """
-    try:
-        code = package_code() if is_package_code(folder) else hub_code(folder)
-    except HubCodeError as error:
-        for fault in error.faults:
-            file, _, message = fault.partition(": ")
-            yield Finding(file, message, "code")
+    code, faults = folder_code(folder)
+    for file, fault in faults:
+        yield Finding(file, fault, "code")
+    if faults:
         return
     for file, message in code_differences(code).items():
         advice = "`diffllama export` writes the package's code; if the change is yours, allow it"
@@ -133,30 +124,24 @@ def check_code(folder: Path, other_files: bool = True) -> Iterator[Finding]:
             yield Finding(name, f"does not belong to the model{runs}", "other-code")
 
 
-def load_config(folder: Path) -> Iterator[DiffLlamaConfig | Finding]:
-    """The configuration of a folder, or findings about it."""
+def load_config(folder: Path) -> Check[DiffLlamaConfig | None]:
+    """Loads a folder's configuration, which must name the code of its folder and no other."""
     name = "config.json"
     if not (folder / name).is_file():
         yield Finding(name, "is missing, so this is not a model", "config")
-        return
+        return None
     content = read_json(folder / name)
     fields = [field for field in FORBIDDEN_FIELDS if content.get(field) not in (None, HARMLESS_VALUES.get(field))]
     for field in fields:
         yield Finding(name, f"`{field}` {FORBIDDEN_FIELDS[field]}: remove it", "config-field")
     if not CODE_FIELDS.keys() >= set(fields):
-        return  # the configuration class refuses the others too
+        return None  # the configuration class refuses the others too
     if content.get("model_type") != DiffLlamaConfig.model_type:
-        expected = f"`model_type` must be {DiffLlamaConfig.model_type!r}, got {content.get('model_type')!r}"
-        yield Finding(name, expected, "config")
-        return
+        types = f"{DiffLlamaConfig.model_type!r}, got {content.get('model_type')!r}"
+        yield Finding(name, f"`model_type` must be {types}", "config")
+        return None
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     architecture_of(config)
-    yield config
-
-
-def check_config(folder: Path) -> Iterator[Finding]:
-    """Checks that a configuration names the code of its folder and no other."""
-    name, content = "config.json", read_json(folder / "config.json")
     auto_map = content.get("auto_map")
     auto_map = auto_map if isinstance(auto_map, dict) else {}
     for auto_class in AUTO_MAP | auto_map:
@@ -166,6 +151,7 @@ def check_config(folder: Path) -> Iterator[Finding]:
             yield Finding(name, f"`auto_map` {rule}, got {actual!r}", "auto-map")
     if content.get("quantization_config"):
         yield note(name, "`quantization_config`: loads only where that quantization is installed", "config")
+    return config
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
@@ -208,16 +194,14 @@ def check_weights(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding | s
         yield note(name, f"has {', '.join(dtypes)}, and `dtype` in config.json is {config.dtype}", "weights")
     for tensor, home in checkpoint.homes.items():
         yield name  # the time limit is for each tensor, not for all of them
-        for file in nonfinite_tensors(Checkpoint({tensor: home}, "")).values():
-            yield Finding(file, f"{tensor} has NaN or infinite values", "non-finite")
+        if not all(map(is_finite, home.pieces())):
+            yield Finding(home.path.name, f"{tensor} has NaN or infinite values", "non-finite")
 
 
 def check_index(index: Path, checkpoint: Checkpoint) -> Iterator[Finding]:
     """Checks that an index agrees with its shards."""
     content = read_json(index)
-    homes = {
-        tensor: file.path.name for tensor, (file, _) in checkpoint.homes.items() if isinstance(file, SafetensorsFile)
-    }
+    homes = {tensor: home.path.name for tensor, home in checkpoint.homes.items()}
     if content["weight_map"] != homes:
         tensors = sorted(dict(content["weight_map"].items() ^ homes.items()))
         yield Finding(index.name, f"names the wrong shard for these tensors: {', '.join(tensors)}", "weights")

@@ -130,11 +130,7 @@ def remove_fields(file: Path, fields: Iterable[str] = ()) -> None:
 
 
 def read_records(folder: Path, results: Iterable[str | os.PathLike[str]] = ()) -> dict[str, Any]:
-    """The records of a model's conversion, training and evaluation, by the names of their JSON files without suffix.
-
-    Raises:
-        FileNotFoundError, ValueError: a file is missing or cannot be read.
-    """
+    """The records of a model's conversion, training and evaluation, by the names of their JSON files without suffix."""
     records: dict[str, Any] = {"training": training_record(folder)}
     for name in ("conversion", "evaluation"):
         file = folder / f"{name}.json"
@@ -166,12 +162,7 @@ def collect_facts(
 
 
 def folder_facts(folder: Path, results: Iterable[str | os.PathLike[str]] = ()) -> ModelFacts:
-    """The facts about a folder's model, with those in result files.
-
-    Raises:
-        FileNotFoundError: the folder has no configuration or no weights.
-        ValueError: it is not a diffllama model, or a file cannot be read.
-    """
+    """The facts about a folder's model, with those in result files; raises as `write_card`."""
     config = TransformersSource(folder, (DiffLlamaConfig.model_type,)).config
     return collect_facts(config, open_checkpoint(folder), read_records(folder, results), folder)
 

@@ -11,11 +11,7 @@ from diffllama.hub_cards.sanitize import is_local_path
 
 
 def evaluation_rows(paths: Iterable[Path], known: Iterable[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-    """The numbers in result files, for evaluation.json.
-
-    Args:
-        paths: files, or folders with `results_*.json` in them or below. Newer numbers replace older ones.
-        known: older rows.
+    """The numbers in result files and folders of these, for evaluation.json. Newer ones replace older and known ones.
 
     Returns:
         Rows with `task`, `metric` and `value`, and `stderr`, `shots`, `samples`, `dataset`, `dataset_config`, `split`

@@ -23,34 +23,27 @@ ARGUMENTS = (
 STATE = ("global_step", "epoch", "train_batch_size", "num_input_tokens_seen", "total_flos")
 """Fields of trainer_state.json that are recorded."""
 
-ENUM_VALUES = {
-    "ADAMW_BNB": "adamw_bnb_8bit",
-    "LION": "lion_32bit",
-    "PAGED_ADAMW": "paged_adamw_32bit",
-    "PAGED_ADEMAMIX": "paged_ademamix_32bit",
-    "PAGED_LION": "paged_lion_32bit",
-    "REDUCE_ON_PLATEAU": "reduce_lr_on_plateau",
-    "RMSPROP_8BIT": "rmsprop_bnb_8bit",
-    "RMSPROP_32BIT": "rmsprop_bnb_32bit",
-}
-"""Members of transformers' `SchedulerType` and `OptimizerNames` whose values are not their names in lower case.
-
-Importing these enumerations would import peft, bitsandbytes and accelerate, which takes seconds.
-"""
-
 
 class UnpickledStub:
     """Replaces every class and function that a pickle names, and does nothing.
 
-    A call with one argument returns that argument: enumerations are pickled as a call with their value or, in Python
-    3.11.0 to 3.11.3, as `getattr` of the class and a member's name. An object keeps the attributes it was pickled with.
+    A call with one argument returns that argument: enumerations are pickled as a call with their value. Python 3.11.0
+    to 3.11.3 pickle them as `getattr` of the class and a member's name. An object keeps the attributes it was pickled
+    with.
     """
 
     def __new__(cls, *args: Any) -> Any:
         """The only argument, the value of the member that two arguments name, or a new object."""
         if len(args) == 2 and args[0] is cls:
-            return ENUM_VALUES.get(args[1], args[1].lower())
+            return enum_value(args[1])
         return args[0] if len(args) == 1 else super().__new__(cls)
+
+
+def enum_value(name: str) -> str:
+    """The value of a member of the enumerations among `ARGUMENTS`."""
+    from transformers.training_args import OptimizerNames, SchedulerType  # imports peft, which takes seconds
+
+    return next((kind[name].value for kind in (OptimizerNames, SchedulerType) if name in kind.__members__), name)
 
 
 def training_record(folder: Path) -> dict[str, Any] | None:
@@ -87,12 +80,7 @@ def training_record(folder: Path) -> dict[str, Any] | None:
 
 
 def state_and_losses(state: Mapping[str, Any], best: bool) -> dict[str, Any]:
-    """`state` and `losses` from a trainer_state.json.
-
-    Args:
-        state: its content.
-        best: whether the weights are those of the best step, not of the last one.
-    """
+    """`state` and `losses` from a trainer_state.json, of the best step's weights or of the last one's."""
     recorded = {name: state[name] for name in STATE if state.get(name)}
     log = [entry for entry in state.get("log_history") or () if isinstance(entry, dict)]
     losses, evaluations = (

@@ -11,31 +11,16 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import (
-    CommitInfo,
-    CommitOperationAdd,
-    CommitOperationDelete,
-    HfApi,
-    RepoFile,
-    get_token,
-)
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, RepoFile, get_token
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
 from diffllama.checkpoints.errors import lines
 from diffllama.checkpoints.files import AUXILIARY_FILES, NAMES
 from diffllama.checkpoints.json_files import as_json
 from diffllama.checkpoints.versions import VERSION
-from diffllama.hub_cards.cards import (
-    CARD,
-    merge_cards,
-    parse_metadata,
-    pin_revision,
-    pinned_revision,
-    read_card,
-    updated_card,
-)
-from diffllama.hub_cards.checks import check, check_code
-from diffllama.hub_cards.code import hub_code
+from diffllama.hub_cards.cards import CARD, merge_cards, pin_revision, pinned_revision, read_card, updated_card
+from diffllama.hub_cards.checks import check
+from diffllama.hub_cards.code import folder_code
 from diffllama.hub_cards.file_checks import uploaded_files
 from diffllama.hub_cards.findings import Finding, FolderError, check_arguments, error_lines
 from diffllama.hub_cards.hub_folder import folder_facts
@@ -128,7 +113,7 @@ def push(
     """
     check_arguments(folder, allow, repo, revision, create_pr)
     folder = Path(os.path.abspath(folder))
-    findings = check_code(folder, allow=allow) if code_only else check(folder, allow=allow)
+    findings = check(folder, allow=allow, code_only=code_only)
     if errors := error_lines(findings):
         raise FolderError(lines(f"{folder} is not uploaded", errors))
     if get_token() is None:
@@ -144,10 +129,10 @@ def push(
 
     uploads: dict[str, Path | bytes]
     deleted: list[str] = []
-    old_card = remote.card()
+    old_card = remote.read(CARD)
     metadata: dict[str, Any] = {}
     if code_only:
-        uploads = {name: folder / name for name in hub_code(folder)}
+        uploads = {name: folder / name for name in folder_code(folder)[0]}
         config = model | {"auto_map": AUTO_MAP}
         if config != model:
             uploads["config.json"] = as_json(config).encode()
@@ -201,26 +186,23 @@ class Remote:
 
     def __init__(self, api: HfApi, repo: str, revision: str | None) -> None:
         self.api, self.repo, self.revision = api, repo, revision
-        self.exists, self.private, self.branch_exists = True, False, True
+        self.exists, self.private, self.branch_exists = True, False, revision in (None, "main")
         self.files: list[str] = []
         self.start: str | None = None
-        self.head: str | None = None
+        if revision is not None and (not revision or re.fullmatch("[0-9a-f]{7,40}", revision)):
+            raise ValueError(f"`revision` must be a branch, got the commit {revision!r}.")
         try:
             refs = api.list_repo_refs(repo, include_pull_requests=True)
         except RepositoryNotFoundError:
-            self.exists = False
             if revision is not None and revision.startswith("refs/"):
                 raise
-        if revision is not None and (not revision or re.fullmatch("[0-9a-f]{7,40}", revision)):
-            raise ValueError(f"`revision` must be a branch, got the commit {revision!r}.")
-        if not self.exists:
-            self.branch_exists = revision in (None, "main")
+            self.exists = False
             return
         if revision is not None:
-            names = {ref.name for ref in refs.branches} | {ref.ref for ref in refs.pull_requests or ()}
-            self.branch_exists = revision in names
             if revision in {ref.name for ref in refs.tags}:
                 raise ValueError(f"`revision` must be a branch, but {revision!r} is a tag of {repo}.")
+            names = {ref.name for ref in refs.branches} | {ref.ref for ref in refs.pull_requests or ()}
+            self.branch_exists = revision in names
             if revision.startswith("refs/") and not self.branch_exists:
                 raise ValueError(f"`revision`: {repo} has no {revision}.")
         info = api.model_info(repo, revision=revision if self.branch_exists else None)
@@ -241,12 +223,6 @@ class Remote:
         except ValueError as error:
             raise ValueError(f"config.json of {self.repo} is not valid JSON: {error}") from error
         return content if isinstance(content, dict) else {"model_type": None}
-
-    def card(self) -> str:
-        """The text of the card; empty if it does not exist. Raises `ValueError` if its metadata cannot be read."""
-        text = self.read(CARD)
-        parse_metadata(text, f"{CARD} of {self.repo}")
-        return text
 
     def create(self, private: bool) -> None:
         """Creates repository and branch, if they do not exist."""

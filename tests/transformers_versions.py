@@ -109,7 +109,7 @@ def texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[st
 
 def make(work: Path) -> None:
     """Exports models of every kind to `work`, and beside each folder what the package computes, also in float64."""
-    from diffllama.hub_cards import export
+    from diffllama.hub_cards.hub_folder import export
     from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer
 
     features: dict[str, dict[str, Any]] = {"plain": {}, "every_feature": EVERY_FEATURE}

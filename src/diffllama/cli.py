@@ -214,7 +214,7 @@ def export(
     """
     check_arguments(src, allow or ())
     err.print(f"Reading {src}", markup=False)
-    from diffllama.hub_cards import export as run  # takes seconds to import
+    from diffllama.hub_cards.hub_folder import export as run  # takes seconds to import
 
     findings: list[Finding] = []
     with writing("Weights written") as show:
@@ -247,7 +247,7 @@ def card(
     Text that people wrote into the card stays, also in generated sections.
     """
     check_arguments(folder)
-    from diffllama.hub_cards import write_card  # takes seconds to import
+    from diffllama.hub_cards.hub_folder import write_card  # takes seconds to import
 
     metadata = card_metadata(licence, base_model, dataset, language)
     for name in write_card(folder, metadata=metadata, results=results or ()):
@@ -266,7 +266,7 @@ def check(
     FILE:RULE, which --allow takes.
     """
     check_arguments(folder, allow or ())
-    from diffllama.hub_cards import check as run  # takes seconds to import
+    from diffllama.hub_cards.checks import check as run  # takes seconds to import
 
     findings = run(folder, allow=allow or ())
     show_findings(findings)
@@ -301,7 +301,7 @@ def push(
 ) -> None:
     """Check a folder and upload it to the Hub. Repeating an interrupted push resumes it."""
     check_arguments(folder, allow or (), repo, revision, create_pr)
-    from diffllama.hub_cards import push as run  # takes seconds to import
+    from diffllama.hub_cards.upload import push as run  # takes seconds to import
 
     def show(plan: "UploadPlan") -> None:
         show_findings(plan.findings)

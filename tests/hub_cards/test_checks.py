@@ -20,9 +20,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffllama import DiffLlamaForSequenceClassification, __version__
-from diffllama.hub_cards import check, checks, export
+from diffllama.hub_cards import checks
+from diffllama.hub_cards.checks import check
 from diffllama.hub_cards.findings import Finding, error_lines
 from diffllama.hub_cards.folder_checks import inspect_folder
+from diffllama.hub_cards.hub_folder import export
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
 from support import subprocess_runner
 from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer

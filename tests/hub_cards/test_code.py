@@ -5,47 +5,51 @@ import pytest
 from diffllama import __version__
 from diffllama.hub_cards import code
 from diffllama.hub_cards.code import (
-    HubCodeError,
     add_version_line,
     code_differences,
     code_licence,
-    hub_code,
+    folder_code,
+    package_code,
     split_version_line,
     write_code,
 )
 
 
 HEADER = "# Copyright 2026 The diffllama authors.\n# SPDX-License-Identifier: Apache-2.0\n"
-AUTO_MAP = {"AutoModel": "model.Model"}
+MODEL = "\n\nclass Model: ...\n"
 
 
-def faults(folder: Path, files: dict[str, str], auto_map: dict[str, str] = AUTO_MAP) -> str:
-    """Writes a folder of code. Returns what cannot be followed in it."""
+@pytest.fixture
+def one_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class that folders must have is Model in model.py."""
+    monkeypatch.setattr(code, "AUTO_MAP", {"AutoModel": "model.Model"})
+
+
+def read(folder: Path, **files: str) -> tuple[dict[str, str], list[str]]:
+    """Writes Python files. Returns what is found of them, and the faults."""
     for name, text in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
-    with pytest.raises(HubCodeError) as error:
-        hub_code(folder, auto_map)
-    title, *lines = str(error.value).splitlines()
-    assert str(folder) in title
-    assert all(line.startswith("  ") for line in lines)
-    return "\n".join(line.strip() for line in lines)
+        (folder / f"{name}.py").write_text(text)
+    found, faults = folder_code(folder)
+    return found, [f"{file}: {fault}" for file, fault in faults]
 
 
-def test_code_of_the_package_is_all_of_its_files() -> None:
-    assert set(hub_code()) == {file.name for file in code.SOURCE.glob("*.py")} - {"__init__.py"}
+def test_code_of_the_package_is_complete_and_loads_from_the_hub() -> None:
+    assert folder_code(code.SOURCE) == (package_code(), [])
 
 
+@pytest.mark.usefixtures("one_class")
 def test_imports_are_followed_from_the_entry_points(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text("from .a import x\n\nclass Model: ...\n")
-    (tmp_path / "a.py").write_text("def f():\n    from .b import y\n")
-    (tmp_path / "b.py").write_text("from .a import f  # in a circle\n")
-    (tmp_path / "unused.py").write_text("import diffllama\n")
-    assert list(hub_code(tmp_path, AUTO_MAP)) == ["model.py", "a.py", "b.py"]
+    files = {
+        "model": "from .a import x" + MODEL,
+        "a": "def f():\n    from .b import y\n",
+        "b": "from .a import f  # in a circle\n",
+    }
+    assert read(tmp_path, **files, unused="import diffllama\n") == ({f"{name}.py": files[name] for name in files}, [])
 
 
+@pytest.mark.usefixtures("one_class")
 @pytest.mark.parametrize(
-    ("line", "fault"),
+    ("text", "fault"),
     [
         ("import diffllama", "model.py: line 1: imports diffllama, which is not on the Hub"),
         ("from diffllama.modeling_diff import x", "model.py: line 1: imports diffllama"),
@@ -57,70 +61,48 @@ def test_imports_are_followed_from_the_entry_points(tmp_path: Path) -> None:
         ("from .a.b import x", "model.py: line 1: `from .a.b import x` must have the form"),
         ("from . import a", "model.py: line 1: `from . import a` must have the form"),
         ("from .missing import x", "missing.py: [Errno 2] No such file"),
+        ("from .kernel import x", "kernel.py: there is a folder of the same name"),
+        ("from .a import x\nfrom .A import x", "a.py: on some machines it is the same file as A.py"),
         ("x = 1; from .a import y", "model.py: the loader does not see the import of .a"),
         ('"""\nfrom .a import x\n"""', "model.py: the loader takes a line of text for an import of .a"),
         ("'''\nimport .a\n'''", "model.py: the loader takes a line of text for an import of .a"),
         ("def broken(:", "model.py: invalid syntax"),
     ],
 )
-def test_unloadable_import_is_named_with_file_and_line(line: str, fault: str, tmp_path: Path) -> None:
-    message = faults(tmp_path, {"model.py": f"{line}\n\nclass Model: ...\n", "a.py": ""})
-    assert message.startswith(fault)
+def test_unloadable_import_is_named_with_file_and_line(text: str, fault: str, tmp_path: Path) -> None:
+    (tmp_path / "kernel").mkdir()
+    _, faults = read(tmp_path, model=text + MODEL, a="", A="", kernel="")
+    assert faults[0].startswith(fault)
 
 
-def test_ambiguous_file_names_are_refused(tmp_path: Path) -> None:
-    model = "from .kernel import f\nfrom .Kernel import g\n\nclass Model: ...\n"
-    message = faults(tmp_path, {"model.py": model, "kernel.py": "", "Kernel.py": ""})
-    assert "is the same file as" in message
-    assert faults(tmp_path, {"model.py": "from .kernel import f\n\nclass Model: ...\n", "kernel/__init__.py": ""}) == (
-        "kernel.py: there is a folder of the same name"
-    )
-
-
-@pytest.mark.parametrize(
-    ("reference", "fault"),
-    [
-        ("model.Other", "model.py: has no class Other"),
-        ("owner/name--model.Model", "auto_map: AutoModel must be a file.Class of this folder, got 'owner/name--model"),
-        ("../model.Model", "auto_map: AutoModel must be a file.Class"),
-        ("model", "auto_map: AutoModel must be a file.Class"),
-    ],
-)
-def test_entry_point_must_be_a_class_of_the_folder(reference: str, fault: str, tmp_path: Path) -> None:
-    assert faults(tmp_path, {"model.py": "class Model: ...\n"}, {"AutoModel": reference}).startswith(fault)
-
-
+@pytest.mark.usefixtures("one_class")
 def test_all_faults_are_listed(tmp_path: Path) -> None:
-    message = faults(
-        tmp_path, {"model.py": "import triton\nfrom ..a import x\nfrom .b import y\n", "b.py": "import flax"}
-    )
-    assert len(message.splitlines()) == 4
+    model = "import triton\nfrom ..a import x\nfrom .b import y\nclass Other: ...\n"
+    files, faults = read(tmp_path, model=model, b="import flax")
+    assert list(files) == ["model.py", "b.py"]
+    assert faults[0] == "model.py: has no class Model"
+    assert len(faults) == 4
 
 
-class TestVersionLine:
-    def test_line_follows_the_licence_and_has_version_and_commit(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(code, "commit", lambda: "0123abcd")
-        text = f'{HEADER}"""Docstring."""\n\nx = 1\n'
-        line = f"# From diffllama {__version__}, commit 0123abcd.\n"
-        assert add_version_line(text) == f'{HEADER}{line}"""Docstring."""\n\nx = 1\n'
-        assert split_version_line(add_version_line(text)) == (text, f"{__version__}, commit 0123abcd")
-
-    def test_unknown_commit_is_left_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(code, "commit", lambda: None)
-        assert add_version_line(HEADER) == f"{HEADER}# From diffllama {__version__}.\n"
-        assert split_version_line(add_version_line(HEADER)) == (HEADER, __version__)
-
-    def test_text_without_the_line_stays(self) -> None:
-        assert split_version_line(f"{HEADER}x = 1\n") == (f"{HEADER}x = 1\n", None)
+@pytest.mark.parametrize("commit", ["0123abcd", None])
+def test_version_line_follows_the_licence_header(commit: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "commit", lambda: commit)
+    text = f'{HEADER}"""Docstring."""\n\nx = 1\n'
+    version = f"{__version__}, commit {commit}" if commit else __version__
+    assert add_version_line(text) == f'{HEADER}# From diffllama {version}.\n"""Docstring."""\n\nx = 1\n'
+    assert split_version_line(add_version_line(text)) == (text, version)
+    assert split_version_line(text) == (text, None)
 
 
 class TestFolder:
     def test_written_code_is_that_of_the_package(self, tmp_path: Path) -> None:
         write_code(tmp_path)
-        assert {file.name for file in tmp_path.iterdir()} == {*hub_code(), "LICENSE"}
+        assert {file.name for file in tmp_path.iterdir()} == {*package_code(), "LICENSE"}
         assert "Apache License" in (tmp_path / "LICENSE").read_text()
-        assert all((tmp_path / name).read_text().startswith("# Copyright") for name in hub_code())
-        assert code_differences(hub_code(tmp_path)) == {}
+        assert all((tmp_path / name).read_text().startswith("# Copyright") for name in package_code())
+        written, faults = folder_code(tmp_path)
+        assert faults == []
+        assert code_differences(written) == {}
 
     def test_licence_of_the_model_stays(self, tmp_path: Path) -> None:
         (tmp_path / "LICENSE").write_text("Only for llamas.")
@@ -129,11 +111,9 @@ class TestFolder:
         assert code_licence(tmp_path) == "LICENSE-CODE"
         assert "Apache License" in (tmp_path / "LICENSE-CODE").read_text()
 
-    def test_differences_name_file_and_origin(self, tmp_path: Path) -> None:
-        ours = {name: add_version_line(text) for name, text in hub_code().items()}
+    def test_differences_name_file_and_origin(self) -> None:
+        ours = {name: add_version_line(text) for name, text in package_code().items()}
         name = "differential_attention.py"
-        assert code_differences(ours) == {}
-        assert code_differences(hub_code()) == {}
         changed = ours[name].replace("import torch\n", "import torch\nimport os\n", 1).rstrip().rsplit("\n", 1)[0]
         differences = code_differences(ours | {name: changed})
         assert differences.keys() == {name}

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 
 from diffllama import DiffLlamaForSequenceClassification, convert
 from diffllama.checkpoints.errors import CheckpointError
-from diffllama.hub_cards import check, export, write_card
-from diffllama.hub_cards.code import hub_code, split_version_line
+from diffllama.hub_cards.checks import check
+from diffllama.hub_cards.code import package_code, split_version_line
 from diffllama.hub_cards.findings import Finding, FolderError, error_lines
+from diffllama.hub_cards.hub_folder import export, write_card
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
 from support import subprocess_runner
 from support.llama_checkpoints import llama, snapshot
@@ -129,7 +130,7 @@ class TestOrigins:
         files = {file.name for file in folder.iterdir()}
         record = {"conversion": {"conversion.json"}, "merged": set()}.get(origin, {"training.json"})
         assert files == record | {
-            *hub_code(),
+            *package_code(),
             "LICENSE",
             "README.md",
             "chat_template.jinja",
@@ -145,7 +146,7 @@ class TestOrigins:
         config = json.loads((folder / "config.json").read_text())
         assert config["auto_map"] == AUTO_MAP
         assert config["use_cache"] is True
-        assert all(split_version_line((folder / name).read_text())[1] for name in hub_code())
+        assert all(split_version_line((folder / name).read_text())[1] for name in package_code())
 
     def test_card_describes_the_origin(self, origin: str, story: dict[str, Any]) -> None:
         card = ModelCard.load(story["folders"][origin] / "README.md")
@@ -366,8 +367,9 @@ def test_error_can_be_allowed(source: Path, tmp_path: Path) -> None:
 IMPORTED = """
 import sys
 from pathlib import Path
-from diffllama.hub_cards import push, write_card
 from diffllama.hub_cards.folder_checks import inspect_folder
+from diffllama.hub_cards.hub_folder import write_card
+from diffllama.hub_cards.upload import push
 list(inspect_folder(Path("folder")))
 write_card("folder")
 facts["imported"] = sorted({"peft", "bitsandbytes"} & set(sys.modules))

@@ -7,10 +7,12 @@ import pytest
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file, save_file
 
-from diffllama.hub_cards import code, export, push, upload
+from diffllama.hub_cards import upload
 from diffllama.hub_cards.cards import pinned_revision
+from diffllama.hub_cards.code import package_code
 from diffllama.hub_cards.findings import FolderError
-from diffllama.hub_cards.upload import UploadPlan
+from diffllama.hub_cards.hub_folder import export
+from diffllama.hub_cards.upload import UploadPlan, push
 from support.fake_hub import Hub, Repository, connect
 from support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -62,7 +64,7 @@ def edit_on_the_hub(hub: Hub, old: str, new: str) -> None:
 @pytest.fixture
 def without_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skips `check`, which takes two thirds of a push's time and has tests of its own."""
-    monkeypatch.setattr(upload, "check", lambda folder, allow: [])
+    monkeypatch.setattr(upload, "check", lambda *_, **__: [])
 
 
 def test_new_repository_gets_all_files_and_a_card_pinned_to_them(hub: Hub, folder: Path) -> None:
@@ -300,7 +302,7 @@ class TestCodeOnly:
         edit_on_the_hub(hub, "<!-- diffllama:usage", "It likes cats.\n\n<!-- diffllama:usage")
         before = model(hub).files()
         (tmp_path / "code").mkdir()
-        for name in code.hub_code():
+        for name in package_code():
             shutil.copy(folder / name, tmp_path / "code")
         append(tmp_path / "code" / "differential_attention.py", "# mine")
         plans: list[UploadPlan] = []
@@ -311,7 +313,7 @@ class TestCodeOnly:
         push(tmp_path / "code", REPO, code_only=True, allow=allow, show=plans.append)
         after = model(hub).files()
         assert {name for name in before if before[name] != after[name]} == {"differential_attention.py", "README.md"}
-        assert set(plans[0].files) == set(code.hub_code())
+        assert set(plans[0].files) == set(package_code())
         assert [request for request in hub.requests[requests:] if request.method == "PUT"] == []
         assert pinned_revision(readme(hub)) == model(hub).commits[-2].oid
         assert "It likes cats." in readme(hub)
