@@ -114,7 +114,7 @@ def check_sizes(fields: Mapping[str, Any], file: Path) -> None:
 
 
 def check_layers(layers: int, tensors: int) -> None:
-    """Raises `CheckpointError` if there are more layers than tensors, before a model of that many layers is made."""
+    """Raises `CheckpointError` if there are more layers than tensors, before a model with that many is made."""
     if layers > tensors:
         raise CheckpointError(f"`num_hidden_layers` is {layers:,}, and the number of tensors only {tensors:,}.")
 
@@ -170,17 +170,18 @@ class TransformersSource:
                 or quantized.
             CheckpointError: it is a GGUF file with something in it that transformers does not read.
         """
-        file = self.src / "config.json" if self.src.is_dir() else self.src
         if self.src.is_dir():
+            file = self.src / "config.json"
             fields = read_json(file)
-            if "transformers_weights" in fields:
-                raise ValueError(
-                    f"`transformers_weights` in {file} makes transformers load other weights than the folder's, got "
-                    f"{fields['transformers_weights']!r}. Remove it, and call the file of the right weights {NAMES[0]}."
-                )
-            check_sizes(fields, file)
         else:
-            check_sizes({"num_hidden_layers": gguf_number(self.gguf_reader, "block_count")}, file)
+            file = self.src
+            fields = {"num_hidden_layers": gguf_number(self.gguf_reader, "block_count")}
+        check_sizes(fields, file)
+        if "transformers_weights" in fields:
+            raise ValueError(
+                f"`transformers_weights` in {file} makes transformers load other weights than the folder's, got "
+                f"{fields['transformers_weights']!r}. Remove it, and call the file of the right weights {NAMES[0]}."
+            )
         try:
             config = AutoConfig.from_pretrained(**self.location)
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
@@ -277,7 +278,7 @@ class TransformersSource:
 def loads_like(tokenizer: Any, folder: Path, exactly: bool = True) -> bool:
     """Whether the tokenizer in a folder loads and encodes like another one, or, `exactly`, has the same definition."""
     try:
-        loaded = AutoTokenizer.from_pretrained(**result_location(folder))
+        loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception:  # of transformers and tokenizers, for whatever it is that is wrong with the files
         return False
     first, second = (getattr(each, "backend_tokenizer", None) for each in (tokenizer, loaded))
@@ -285,8 +286,3 @@ def loads_like(tokenizer: Any, folder: Path, exactly: bool = True) -> bool:
         return False
     texts = (SAMPLE_TEXT, " ".join(tokenizer.all_special_tokens) + SAMPLE_TEXT)
     return all(tokenizer(text).input_ids == loaded(text).input_ids for text in texts)
-
-
-def result_location(folder: Path) -> dict[str, Any]:
-    """The arguments with which transformers loads a converted folder, with the classes that are installed."""
-    return {"pretrained_model_name_or_path": folder, "trust_remote_code": False}

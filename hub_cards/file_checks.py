@@ -52,6 +52,9 @@ PICTURE = re.compile(
 )
 """PNG, JPEG, GIF and WebP, from beginning to end."""
 
+SENTENCEPIECE_FIELD = re.compile(rb"[\x0a\x12\x1a\x22\x2a]([\x80-\xff]{,8}[\0-\x7f])")
+"""Pieces, specifications or test data in a protocol buffer: the number of the field, and its length, 7 bits a byte."""
+
 ARCHIVES = {
     b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"7z\xbc\xaf": "7z", b"\x28\xb5\x2f\xfd": "zstd",
     b"Rar!": "rar", b"\x04\x22\x4d\x18": "lz4", b"PK\x03\x04": "zip",
@@ -185,25 +188,10 @@ def text_error(data: bytes) -> str | None:
 
 def is_sentencepiece(data: bytes) -> bool:
     """Whether data are a SentencePiece model: the fields of its protocol buffer, to the last byte."""
-
-    def varint(at: int) -> tuple[int, int]:
-        value = shift = 0
-        while True:
-            value |= (data[at] & 127) << shift
-            at, shift = at + 1, shift + 7
-            if data[at - 1] < 128:
-                return value, at
-
     at = 0
-    try:
-        while at < len(data):
-            tag, at = varint(at)
-            if tag >> 3 not in range(1, 6) or tag & 7 != 2:  # pieces, specifications and test data, each with a length
-                return False
-            length, at = varint(at)
-            at += length
-    except IndexError:
-        return False
+    while field := SENTENCEPIECE_FIELD.match(data, at):
+        length = sum((byte & 127) << 7 * i for i, byte in enumerate(field[1]))
+        at = field.end() + length
     return at == len(data) > 0
 
 

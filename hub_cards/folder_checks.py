@@ -7,7 +7,7 @@ Chat templates are rendered, in Jinja's sandbox, as transformers does. `run_isol
 
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from jinja2 import Environment
@@ -212,9 +212,8 @@ def check_index(index: Path, checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def check_tokenizer(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding | str]:
     """Checks that the tokenizer, if there is one, loads without code of its own and fits the vocabulary."""
-    sources: dict[str, str] = {}
-    for file, template in chat_templates(folder):
-        sources.setdefault(template, file)
+    templates = chat_templates(folder)
+    for template, file in templates.items():
         yield file
         yield from check_template(file, template)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -226,32 +225,32 @@ def check_tokenizer(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding |
     if len(tokenizer) > config.vocab_size:
         message = f"the tokenizer has {len(tokenizer)} tokens, the model only {config.vocab_size}"
         yield Finding(name, message, "tokenizer")
-    templates = tokenizer.chat_template
-    for template in templates.values() if isinstance(templates, dict) else [templates] if templates else ():
-        name = sources.get(template, "chat_template.jinja")
-        yield name
-        messages = [{"role": "user", "content": "Hello"}]
+    greeting = [{"role": "user", "content": "Hello"}]
+    for template, file in templates.items():
+        yield file
         try:
-            tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+            tokenizer.apply_chat_template(greeting, chat_template=template, tokenize=False)
         except (TemplateSyntaxError, SecurityError) as error:
-            yield Finding(name, one_line(error), "template")
+            yield Finding(file, one_line(error), "template")
         except MemoryError:
-            yield Finding(name, "takes too much memory to render", "limits")
+            yield Finding(file, "takes too much memory to render", "limits")
         except Exception as error:  # a template may refuse a conversation
-            yield note(name, f"refuses a greeting: {one_line(error)}", "template")
+            yield note(file, f"refuses a greeting: {one_line(error)}", "template")
 
 
-def chat_templates(folder: Path) -> Iterator[tuple[str, str]]:
-    """The chat templates of a folder, each with its file's name."""
+def chat_templates(folder: Path) -> dict[str, str]:
+    """The chat templates of a folder, and the first file with each."""
+    templates: dict[str, str] = {}
     for path in (folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))):
         if path.is_file():
-            yield path.relative_to(folder).as_posix(), path.read_text(encoding="utf-8")
+            templates.setdefault(path.read_text(encoding="utf-8"), path.relative_to(folder).as_posix())
     for name in ("chat_template.json", "tokenizer_config.json"):
-        settings = read_json(folder / name) if (folder / name).is_file() else {}
-        template = settings.get("chat_template")
-        named: list[Any] = template if isinstance(template, list) else [{"template": template}]
-        texts = [entry.get("template") for entry in named]
-        yield from ((name, text) for text in texts if isinstance(text, str))
+        template = read_json(folder / name).get("chat_template") if (folder / name).is_file() else None
+        named = template if isinstance(template, list) else [{"template": template}]
+        for text in (entry.get("template") for entry in named):
+            if isinstance(text, str):
+                templates.setdefault(text, name)
+    return templates
 
 
 def check_template(name: str, template: str) -> Iterator[Finding]:
