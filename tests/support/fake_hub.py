@@ -62,11 +62,9 @@ class Blob:
 
 @dataclass(frozen=True)
 class Commit:
-    """A state of all files. Nothing changes it any more."""
+    """A state of all files."""
 
     oid: str
-    title: str
-    description: str
     parent: "Commit | None"
     files: Mapping[str, Blob]
 
@@ -81,28 +79,20 @@ class Repository:
         self.objects: dict[str, bytes] = {}
         self.authors: dict[str, str | None] = {}  # of pull requests, to which they may write
         attributes = "".join(f"*{suffix} filter=lfs diff=lfs merge=lfs -text\n" for suffix in LFS_SUFFIXES)
-        self.commit({".gitattributes": attributes.encode()}, "initial commit")
+        self.commit({".gitattributes": attributes.encode()})
 
     def find(self, revision: str = "main") -> Commit:
-        """The commit that a branch, a tag, a pull request, or an oid or the beginning of one stands for."""
-        names = (revision, f"refs/tags/{revision}", revision.removeprefix("refs/heads/"))
-        oid = next((self.refs[name] for name in names if name in self.refs), revision)
+        """The commit that a branch, a pull request or an oid stands for."""
+        oid = self.refs.get(revision, revision)
         for commit in self.commits:
-            if len(oid) >= 7 and commit.oid.startswith(oid):
+            if commit.oid == oid:
                 return commit
         raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
 
     def files(self, revision: str = "main") -> dict[str, bytes]:
         return {path: blob.content for path, blob in self.find(revision).files.items()}
 
-    def commit(
-        self,
-        changes: Mapping[str, bytes | None],
-        title: str = "",
-        description: str = "",
-        ref: str = "main",
-        parent: Commit | None = None,
-    ) -> Commit:
+    def commit(self, changes: Mapping[str, bytes | None], ref: str = "main", parent: Commit | None = None) -> Commit:
         """Adds a commit to `parent`, by default what `ref` points to, and moves `ref` there. None deletes a file."""
         parent = parent or (self.find(ref) if self.commits else None)
         files = dict(parent.files) if parent else {}
@@ -115,7 +105,7 @@ class Repository:
         files = dict(sorted(files.items()))
         identity = repr((self.name, len(self.commits), [(path, blob.oid) for path, blob in files.items()]))
         self.refs[ref] = oid = hashlib.sha1(identity.encode()).hexdigest()
-        self.commits.append(Commit(oid, title, description, parent, files))
+        self.commits.append(Commit(oid, parent, files))
         return self.commits[-1]
 
 
@@ -146,7 +136,6 @@ class Request:
     method: str
     path: str
     range: str | None
-    user: str | None
     status: int
 
 
@@ -157,11 +146,9 @@ class Hub(ThreadingHTTPServer):
         endpoint: its address.
         repositories: by name, such as "alice/model".
         requests: what clients asked for, in order.
-        cut_after: the next download of more than so many bytes of a file ends after them, and its connection too. Then
-            None again.
-        refuse_uploads_after: so many more LFS objects are accepted. The next are refused with status 403, as storage
-            does when an address has expired: the client gives up at once. After status 500 or a closed connection it
-            would go on trying for 23 seconds.
+        cut_after: the next download of more than so many bytes of a file ends after them. Then None again.
+        refuse_uploads_after: so many more LFS objects are accepted. The next are refused with status 403, after which
+            the client gives up at once.
     """
 
     request_queue_size = 128  # clients download in several threads
@@ -262,7 +249,7 @@ class Handler(BaseHTTPRequestHandler):
             end = len(body)
             if answer.is_file and self.command == "GET" and hub.cut_after is not None and end > hub.cut_after:
                 end, hub.cut_after, self.close_connection = hub.cut_after, None, True
-            hub.requests.append(Request(self.command, self.path, self.headers["Range"], self.user, answer.status))
+            hub.requests.append(Request(self.command, self.path, self.headers["Range"], answer.status))
         self.send_response(answer.status)
         for name, value in {"Content-Length": len(body), **answer.headers}.items():
             self.send_header(name, str(value))
@@ -339,18 +326,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def info(self, repository: Repository, revision: str) -> Answer:
         commit = repository.find(revision)
-        card = metadata(repository.files(revision).get("README.md", b"").decode())
-        info = {
-            "id": repository.name,
-            "sha": commit.oid,
-            "private": repository.private,
-            "siblings": [{"rfilename": path} for path in commit.files],
-            "cardData": card,
-            "tags": card.get("tags", []),
-            "pipeline_tag": card.get("pipeline_tag"),
-            "library_name": card.get("library_name"),
-        }
-        return Answer(info)
+        siblings = [{"rfilename": path} for path in commit.files]
+        return Answer({"id": repository.name, "sha": commit.oid, "private": repository.private, "siblings": siblings})
 
     def refs(self, repository: Repository) -> Answer:
         answer: dict[str, list[dict[str, str]]] = {"branches": [], "tags": [], "pullRequests": [], "converts": []}
@@ -386,8 +363,6 @@ class Handler(BaseHTTPRequestHandler):
         if not asked:
             return Answer(content, headers=headers | {"Accept-Ranges": "bytes"}, is_file=True)
         size, start = len(content), int(asked[1])
-        if start >= size:
-            raise Refusal(416, "Range Not Satisfiable", **{"Content-Range": f"bytes */{size}"})
         return Answer(content[start:], 206, headers | {"Content-Range": f"bytes {start}-{size - 1}/{size}"}, True)
 
     # Changes.
@@ -440,7 +415,7 @@ class Handler(BaseHTTPRequestHandler):
             ref = f"refs/pr/{1 + sum(name.startswith('refs/pr/') for name in repository.refs)}"
         elif ref not in repository.refs:
             raise Refusal(404, f"Not a branch: {ref}", "RevisionNotFound")
-        elif not parent.oid.startswith(expected):
+        elif expected not in ("", parent.oid):
             raise Refusal(412, "A commit has happened since. Please refresh and try again.")
         changes: dict[str, bytes | None] = {}
         for kind, value in operations:
@@ -453,7 +428,7 @@ class Handler(BaseHTTPRequestHandler):
                 changes[path] = None
             else:
                 raise Refusal(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
-        commit = repository.commit(changes, header["summary"], header["description"], ref, parent)
+        commit = repository.commit(changes, ref, parent)
         repository.authors.setdefault(ref, self.user)
         url = f"{self.server.endpoint}/{repository.name}"
         answer = {"success": True, "commitOid": commit.oid, "commitUrl": f"{url}/commit/{commit.oid}"}
