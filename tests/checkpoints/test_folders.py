@@ -32,14 +32,6 @@ def test_the_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
     assert list(dest.parent.iterdir()) == [dest]
 
 
-def test_the_old_folder_stands_until_the_block_ends(dest: Path) -> None:
-    with new_folder(dest, overwrite=True) as folder:
-        (folder / "new").write_text("new")
-        assert snapshot(dest) == {"config.json": b"old"}
-    assert snapshot(dest) == {"new": b"new"}
-    assert list(dest.parent.iterdir()) == [dest]
-
-
 @pytest.mark.parametrize("mask", [0o022, 0o002, 0o077], ids=oct)
 def test_the_folder_has_the_usual_permissions(mask: int, tmp_path: Path) -> None:
     before = os.umask(mask)
@@ -66,18 +58,25 @@ def test_a_block_that_fails_changes_nothing(overwrite: bool, error: type[BaseExc
     assert snapshot(dest.parent) == before
 
 
-def test_what_cannot_be_put_in_place_is_undone(dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("moved", ["old", "new"])
+def test_exception_while_the_folder_is_replaced_changes_nothing(
+    moved: str, error: type[BaseException], dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rename = Path.rename
 
-    def fail_for_new(path: Path, target: Path) -> Path:
-        if path.name == "new":
-            raise OSError("no such luck")
-        return rename(path, target)
+    def fail(path: Path, target: Path) -> Path:
+        if path.name == moved == "new":
+            raise error("no such luck")
+        renamed = rename(path, target)
+        if target.name == moved == "old":
+            raise error("no such luck")
+        return renamed
 
     before = snapshot(dest.parent)
-    monkeypatch.setattr(Path, "rename", fail_for_new)
-    with pytest.raises(OSError, match="no such luck"), new_folder(dest, overwrite=True):
-        pass
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(error, match="no such luck"), new_folder(dest, overwrite=True):
+        assert snapshot(dest) == {"config.json": b"old"}
     assert snapshot(dest.parent) == before
 
 
@@ -178,24 +177,6 @@ def test_a_model_folder_is_replaced_only_on_request_and_a_missing_one_is_free(de
     check_free(dest, True)
     check_free(dest.parent / "a" / "b", False)
     assert snapshot(dest.parent) == {"dest": None, "dest/config.json": b"old"}
-
-
-def test_a_signal_after_the_old_folder_was_moved_away_brings_it_back(
-    dest: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rename = Path.rename
-
-    def interrupted(path: Path, target: Path) -> Path:
-        renamed = rename(path, target)
-        if target.name == "old":
-            raise KeyboardInterrupt
-        return renamed
-
-    before = snapshot(dest.parent)
-    monkeypatch.setattr(Path, "rename", interrupted)
-    with pytest.raises(KeyboardInterrupt), new_folder(dest, overwrite=True):
-        pass
-    assert snapshot(dest.parent) == before
 
 
 def test_what_is_not_a_models_is_listed_before_and_when_it_is_lost(

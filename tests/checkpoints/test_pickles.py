@@ -10,19 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from diffllama.checkpoints.errors import CheckpointError
 from diffllama.checkpoints.reading import open_checkpoint
 from diffllama.checkpoints.tensor_values import DTYPES
-from diffllama.checkpoints.writing import write_shards
 from support.weight_files import (
-    SINGLE,
     A,
     B,
     C,
     all_same,
-    as_they_are,
     each_format,
     ignore_protocols,
     message,
@@ -57,68 +53,51 @@ def test_pickled_views_and_shared_storage_are_read_as_what_they_show(
     checkpoint = open_checkpoint(to_file(tmp_path / "x.bin", weights))
     assert all(torch.equal(tensor, weights[name]) for name, tensor in values(checkpoint).items())
     assert not any(tensor.requires_grad for tensor in values(checkpoint).values())
-    write_shards(tmp_path, as_they_are(checkpoint), checkpoint)
-    assert all_same(load_file(tmp_path / SINGLE), {name: tensor.detach() for name, tensor in weights.items()})
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
         ({"model": {"a": A, "b": B}, "optimizer": {"lr": 0.1}, "step": 7}, {"a": A, "b": B}),
-        ({"state_dict": {"a": A}, "epoch": 3}, {"a": A}),
-        ({"model": {"state_dict": {"a": A}}}, {"a": A}),
+        ({"model": {"state_dict": {"a": A}}, "epoch": 3}, {"a": A}),
         ([{"a": A}, {"a": B}], {"0.a": A, "1.a": B}),
         (({"a": A}, {"a": B}), {"0.a": A, "1.a": B}),
-        ({0: {"a": A}, 1: {"a": B}}, {"0.a": A, "1.a": B}),
-        ({"layers": [{"x": {"a": A}}, [B, C]]}, {"layers.0.x.a": A, "layers.1.0": B, "layers.1.1": C}),
+        ({"layers": [{0: {"a": A}}, [B, C]]}, {"layers.0.0.a": A, "layers.1.0": B, "layers.1.1": C}),
         ({"model": A, "b": B}, {"model": A, "b": B}),
         ({"model": [{"a": A}]}, {"model.0.a": A}),
-        (torch.nn.Linear(3, 2).state_dict(), None),
     ],
-    ids=["model", "state_dict", "both", "list", "tuple", "numbers", "nested", "tensor", "list of model", "module"],
+    ids=["model", "both", "list", "tuple", "nested", "tensor", "list of model"],
 )
-@each_format
 def test_nested_state_dicts_become_one_with_dotted_names(
-    to_file: Callable[[Path, Any], Path], content: Any, expected: dict[str, torch.Tensor] | None, tmp_path: Path
+    content: Any, expected: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    assert all_same(values(open_checkpoint(to_file(tmp_path / "x.bin", content))), expected or content)
+    assert all_same(values(open_checkpoint(save(tmp_path / "x.bin", content))), expected)
 
 
+LOOP: list[Any] = [A]
+LOOP.append(LOOP)
 NO_WEIGHTS: dict[str, Any] = {
     "step is int": {"a": A, "step": 7},
     "layers.1.name is str": {"a": A, "layers": [{"x": A}, {"name": "q"}]},
     "a.b is NoneType": {"a": {"b": None}},
-    "a is float": {"a": 1.5},
-    "a is torch.int64": {"a": torch.arange(3)},
-    "a is torch.uint8": {"a": torch.ones(3, dtype=torch.uint8)},
+    "a is torch.int64, not a tensor of floating-point numbers": {"a": torch.arange(3)},
     "a is torch.bool": {"a": torch.ones(3, dtype=torch.bool)},
     "a is torch.complex64": {"a": torch.ones(3, dtype=torch.complex64)},
+    "a is torch.float8_e4m3fn": {"a": torch.ones(3).to(torch.float8_e4m3fn)},
     "a is torch.sparse_coo, not a dense tensor": {"a": torch.eye(3).to_sparse()},
     "a is without values": {"a": torch.empty(3, device="meta")},
     "two tensors are called a.b": {"a.b": A, "a": {"b": B}},
     "two tensors are called 0": {0: A, "0": B},
     "it is str": "weights",
+    "maximum recursion depth": LOOP,
+    "contains argparse.Namespace; only tensors are loaded": {"model": {"a": A}, "args": Namespace(lr=0.1)},  # fairseq
 }
-"""What is said -> what is in the pickle."""
+"""Message -> what is in the pickle."""
 
 
-@each_format
-@pytest.mark.parametrize("culprit", NO_WEIGHTS)
-def test_what_is_no_tensor_of_floating_point_numbers_is_refused_by_name(
-    to_file: Callable[[Path, Any], Path], culprit: str, tmp_path: Path
-) -> None:
-    assert f"x.bin: {culprit}" in message(to_file(tmp_path / "x.bin", NO_WEIGHTS[culprit]))
-
-
-def test_a_pickled_tensor_of_eight_bits_is_refused_by_name(tmp_path: Path) -> None:  # torch has no legacy ones
-    file = save(tmp_path / "x.bin", {"a": torch.ones(3).to(torch.float8_e4m3fn)})
-    assert "x.bin: a is torch.float8_e4m3fn, not a tensor of floating-point numbers" in message(file)
-
-
-def test_a_list_that_holds_itself_is_refused(tmp_path: Path) -> None:
-    content: list[Any] = [A]
-    content.append(content)
-    assert "x.bin: maximum recursion depth" in message(save(tmp_path / "x.bin", content))
+@pytest.mark.parametrize("fault", NO_WEIGHTS)
+def test_other_content_than_floating_point_tensors_is_refused_by_name(fault: str, tmp_path: Path) -> None:
+    assert f"x.bin: {fault}" in message(save(tmp_path / "x.bin", NO_WEIGHTS[fault]))
 
 
 @each_format
@@ -195,9 +174,3 @@ def test_a_pickle_with_code_is_refused_and_not_run(to_file: Callable[[Path, Any]
     assert not trace.exists()
     pickle.loads(pickle.dumps(Evil(trace))).close()
     assert trace.exists()  # it would have run
-
-
-@each_format
-def test_what_a_pickle_names_beside_tensors_is_said(to_file: Callable[[Path, Any], Path], tmp_path: Path) -> None:
-    file = to_file(tmp_path / "x.bin", {"model": {"a": A}, "args": Namespace(lr=0.1)})  # as fairseq saves them
-    assert "x.bin: contains argparse.Namespace; only tensors are loaded" in message(file)

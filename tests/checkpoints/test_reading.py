@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from diffllama.checkpoints.errors import CheckpointError
 from diffllama.checkpoints.reading import (
@@ -19,7 +19,6 @@ from diffllama.checkpoints.reading import (
     open_checkpoint,
 )
 from diffllama.checkpoints.tensor_values import DTYPES, PIECE, is_finite
-from diffllama.checkpoints.writing import write_shards
 from support.llama_checkpoints import snapshot
 from support.weight_files import (
     FORMATS,
@@ -29,9 +28,7 @@ from support.weight_files import (
     B,
     C,
     all_same,
-    as_they_are,
     cut,
-    in_memory,
     message,
     only_linux,
     randoms,
@@ -39,21 +36,7 @@ from support.weight_files import (
     sharded,
     shards,
     values,
-    write_file,
 )
-
-
-@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_shards_are_read_by_their_index(suffix: str, tmp_path: Path) -> None:
-    weights = sharded(tmp_path, suffix)
-    assert all_same(values(open_checkpoint(tmp_path)), weights)
-
-
-@pytest.mark.parametrize("name", ["x.safetensors", "x.bin", "x.pt", "x.pth"])
-def test_a_single_file_is_read_whatever_its_name(name: str, tmp_path: Path) -> None:
-    weights = {"a": randoms((2, 3)), "b": randoms((), torch.bfloat16)}
-    (save_file if name == "x.safetensors" else torch.save)(weights, tmp_path / name)
-    assert all_same(values(open_checkpoint(tmp_path / name)), weights)
 
 
 def test_a_checkpoint_knows_shapes_and_dtypes_without_values(tmp_path: Path) -> None:
@@ -67,38 +50,39 @@ def test_a_checkpoint_knows_shapes_and_dtypes_without_values(tmp_path: Path) -> 
         }
 
 
-def test_a_tensor_that_is_dropped_is_left_out(tmp_path: Path) -> None:
-    checkpoint = in_memory({"a": torch.ones(2), "b": torch.ones(3)})
-    checkpoint.drop("a")
-    write_shards(tmp_path, as_they_are(checkpoint), checkpoint)
-    assert list(load_file(tmp_path / SINGLE)) == ["b"]
+def test_weights_are_preferred_as_transformers_prefers_them(tmp_path: Path) -> None:
+    weights: dict[str, torch.Tensor] = {}
+    for prepare in (
+        lambda: sharded(tmp_path, "bin"),
+        lambda: save_weights(tmp_path / "pytorch_model.bin"),
+        lambda: sharded(tmp_path, "safetensors"),
+        lambda: save_weights(tmp_path / SINGLE),
+    ):
+        weights = prepare()
+        assert all_same(values(open_checkpoint(tmp_path)), weights)
+    checkpoint = open_checkpoint(tmp_path)
+    checkpoint.drop("b")
+    assert list(values(checkpoint)) == ["a"]
 
 
-@pytest.mark.parametrize("pickles", ["single", "shards"])
-@pytest.mark.parametrize("safetensors", ["single", "shards"])
-def test_safetensors_are_preferred_to_pickles(safetensors: str, pickles: str, tmp_path: Path) -> None:
-    for kind, suffix, name in ((pickles, "bin", "pytorch_model.bin"), (safetensors, "safetensors", SINGLE)):
-        if kind == "shards":
-            weights = sharded(tmp_path, suffix)
-        else:
-            weights = {suffix: randoms((2,))}
-            (save_file if suffix == "safetensors" else torch.save)(weights, tmp_path / name)
-    assert all_same(values(open_checkpoint(tmp_path)), weights)
+def save_weights(file: Path) -> dict[str, torch.Tensor]:
+    weights = {"a": randoms((2, 3)), "b": randoms((), torch.bfloat16)}
+    (save_file if file.suffix == ".safetensors" else torch.save)(weights, file)
+    return weights
 
 
-def test_a_single_file_is_preferred_to_shards(tmp_path: Path) -> None:  # as transformers does
-    sharded(tmp_path)
-    save_file({"single": randoms((2,))}, tmp_path / SINGLE)
-    assert list(open_checkpoint(tmp_path).tensors) == ["single"]
+@pytest.mark.parametrize("name", ["x.safetensors", "x.bin", "x.pt", "x.pth"])
+def test_single_file_is_read_whatever_its_name(name: str, tmp_path: Path) -> None:
+    weights = save_weights(tmp_path / name)
+    assert all_same(values(open_checkpoint(tmp_path / name)), weights)
 
 
-def test_all_other_tensors_of_a_safetensors_file_are_refused_by_name(tmp_path: Path) -> None:
+def test_other_tensors_of_a_safetensors_file_are_all_refused_by_name(tmp_path: Path) -> None:
     dtypes = {"I64": torch.int64, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn}
-    weights = {f"layers.{name}": torch.ones(2).to(dtype) for name, dtype in dtypes.items()} | {"a": torch.ones(2)}
-    save_file(weights, tmp_path / SINGLE)
+    save_file({name: torch.ones(2).to(dtype) for name, dtype in dtypes.items()} | {"a": A}, tmp_path / SINGLE)
     text = message(tmp_path)
-    assert "model.safetensors: holds other than floating-point numbers" in text
-    assert all(f"layers.{name} is {name}" in text for name in dtypes)
+    assert f"holds other than floating-point numbers, of {', '.join(DTYPES)}: " in text
+    assert all(f"{name} is {name}" in text for name in dtypes)
     assert "a is F32" not in text
 
 
@@ -151,9 +135,6 @@ def test_a_file_larger_than_the_memory_that_is_allowed_is_read_piece_by_piece(tm
         resource.setrlimit(resource.RLIMIT_DATA, limits)
 
 
-# Faults of folders and indices
-
-
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     save_file({"a": A}, tmp_path / "adapter_model.safetensors")
@@ -171,30 +152,26 @@ def test_all_missing_shards_are_named(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+NO_INDICES = ("", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 7}}', '{"weight_map": {"a": ["x"]}}')
 BROKEN_INDICES = {
-    **dict.fromkeys(("", "{", "[]", "7", "{}"), "is no index of shards"),
-    **dict.fromkeys(
-        ('{"weight_map": []}', '{"weight_map": 7}', '{"weight_map": {"a": 7}}', '{"weight_map": {"a": ["x"]}}'),
-        "is no index of shards",
-    ),
-    '{"weight_map": {"a": null, "b": "x.safetensors"}}': "is no index of shards",
-    b"\xff\xfe\xfd": "is no index of shards",
+    **dict.fromkeys((*NO_INDICES, '{"weight_map": {"a": null, "b": "x.safetensors"}}'), "is no index of shards"),
+    "\xff\xfe\xfd": "is no index of shards",
     '{"weight_map": {}}': r"must name files of its own folder, got \[\]",
     **{
         json.dumps({"weight_map": {"a": "x.safetensors", "b": shard}}): rf"of its own folder, got .*{shard}"
-        for shard in ("../x.safetensors", "sub/x.safetensors", "/etc/passwd", "./../x.safetensors")
+        for shard in ("../x.safetensors", "sub/x.safetensors", "/etc/passwd")
     },
     **{json.dumps({"weight_map": {"a": folder}}): r"index\.json" for folder in ("", ".", "..")},
 }
-"""Content -> what is said of it."""
+"""Content -> message."""
 
 
 @pytest.mark.parametrize("content", BROKEN_INDICES)
-def test_an_index_that_does_not_name_files_of_its_folder_is_refused(content: str | bytes, tmp_path: Path) -> None:
+def test_an_index_that_does_not_name_files_of_its_folder_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "src" / "sub").mkdir(parents=True)
     for place in (tmp_path, tmp_path / "src", tmp_path / "src" / "sub"):
         save_file({"a": A}, place / "x.safetensors")
-    write_file(tmp_path / "src" / INDEX, content if isinstance(content, bytes) else content.encode())
+    (tmp_path / "src" / INDEX).write_text(content, encoding="latin-1")
     with pytest.raises((CheckpointError, FileNotFoundError), match=BROKEN_INDICES[content]):
         open_checkpoint(tmp_path / "src")
 
@@ -227,11 +204,8 @@ def test_all_broken_shards_are_listed(suffix: str, tmp_path: Path) -> None:
 
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-LATER = ENTRY | {"data_offsets": [8, 16]}
 BROKEN_SAFETENSORS: dict[str, bytes] = {
     "empty": b"",
-    "cut in the length": b"\0\0\0",
-    "header longer than the file": (1 << 10).to_bytes(8, "little") + b"{}",
     "header of exabytes": (1 << 62).to_bytes(8, "little") + b"{}",
     "html": b"<!DOCTYPE html><html><body>Not found</body></html>",
 }
@@ -239,15 +213,10 @@ BROKEN_HEADERS: dict[str, tuple[Any, int]] = {
     "cut": ({"a": ENTRY}, 7),
     "more than its tensors": ({"a": ENTRY}, 9),
     "gap": ({"a": ENTRY, "b": ENTRY | {"data_offsets": [9, 17]}}, 17),
-    "overlap": ({"a": ENTRY, "b": ENTRY | {"data_offsets": [4, 12]}}, 12),
-    "backwards": ({"a": ENTRY | {"data_offsets": [8, 0]}}, 8),
     "other shape": ({"a": ENTRY | {"shape": [3]}}, 8),
-    "negative shape": ({"a": ENTRY | {"shape": [-2]}}, 8),
     "huge shape": ({"a": ENTRY | {"shape": [1 << 40, 1 << 40]}}, 8),
     "other dtype": ({"a": ENTRY | {"dtype": "F99"}}, 8),
-    "no dtype": ({"a": {"shape": [2], "data_offsets": [0, 8]}}, 8),
     "list": ([], 0),
-    "numbers": ({"a": 7}, 0),
 }
 BROKEN_SAFETENSORS |= {
     name: len(text := json.dumps(header).encode()).to_bytes(8, "little") + text + bytes(size)

@@ -62,14 +62,6 @@ def test_what_is_written_is_read_bit_for_bit(
                 assert opened.metadata() == {"format": "pt"}
 
 
-def test_any_name_is_kept(tmp_path: Path) -> None:
-    names = ("a", '"', "\\", "'", "\n", "\0", "ü", "名", "🙂", "{i}", "a.b", "/", "../x", " ", "")
-    weights = {name: torch.full((3,), i) + 0.5 for i, name in enumerate(names)}
-    write_shards(tmp_path, as_they_are(in_memory(weights)), in_memory(weights))
-    assert all_same(load_file(tmp_path / SINGLE), weights)
-    assert all_same(values(open_checkpoint(tmp_path)), weights)
-
-
 def test_views_and_shared_memory_are_written_as_what_they_show(tmp_path: Path) -> None:
     whole = torch.arange(9.0)
     weights = {
@@ -88,10 +80,11 @@ def test_views_and_shared_memory_are_written_as_what_they_show(tmp_path: Path) -
     assert all(torch.equal(written[name], tensor) for name, tensor in weights.items())
 
 
-def test_files_have_the_usual_permissions(tmp_path: Path) -> None:
-    write_shards(tmp_path, as_they_are(in_memory({"a": A})), in_memory({"a": A}))
+def test_single_file_has_its_name_no_index_and_the_usual_permissions(tmp_path: Path) -> None:
+    write_shards(tmp_path, as_they_are(in_memory({"a": A})), in_memory({"a": A}), stem="attention")
+    assert [file.name for file in tmp_path.iterdir()] == ["attention.safetensors"]
     (tmp_path / "other").touch()
-    assert (tmp_path / SINGLE).stat().st_mode == (tmp_path / "other").stat().st_mode
+    assert (tmp_path / "attention.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 @only_linux
@@ -106,14 +99,6 @@ def test_a_disk_that_is_full_is_an_error(tmp_path: Path) -> None:
             write_shards(tmp_path, as_they_are(checkpoint), checkpoint)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_one_tensor_may_become_many(tmp_path: Path) -> None:
-    checkpoint = in_memory({"a": torch.randn(4, 3)})
-    rules = (Rule("x"), Rule("y"), Rule("z", (lambda tensor, config: tensor.T,)))
-    write_shards(tmp_path, plan(checkpoint.tensors, {"a": rules}, tiny_config()), checkpoint)
-    a = checkpoint.read("a")
-    assert all_same(load_file(tmp_path / SINGLE), {"x": a, "y": a, "z": a.T})
 
 
 def test_transformers_loads_the_shards(tmp_path: Path) -> None:
@@ -135,13 +120,6 @@ def test_transformers_loads_the_shards(tmp_path: Path) -> None:
     loaded, report = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values())
     assert all_same(loaded.state_dict(), LlamaForCausalLM.from_pretrained(source).state_dict())
-
-
-def test_few_tensors_are_one_file_without_index(tmp_path: Path) -> None:
-    weights = {"a": randoms((3,)), "b": randoms((2, 2), torch.bfloat16)}
-    write_shards(tmp_path, as_they_are(in_memory(weights)), in_memory(weights), stem="attention")
-    assert [file.name for file in tmp_path.iterdir()] == ["attention.safetensors"]
-    assert all_same(load_file(tmp_path / "attention.safetensors"), weights)
 
 
 def test_a_tensor_larger_than_a_shard_has_one_of_its_own(tmp_path: Path) -> None:

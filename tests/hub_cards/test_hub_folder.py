@@ -94,7 +94,6 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     merged = adapted.merge_and_unload()
     merged.save_pretrained(work / "merged")
     expected["merged"] = logits_of(merged)
-    adapted.save_pretrained(work / "adapter")
 
     convert(llama(work / "llama"), work / "conversion", source="llama")
     expected["conversion"] = logits_of(AutoModelForCausalLM.from_pretrained(work / "conversion"))
@@ -156,11 +155,6 @@ class TestOrigins:
         assert "messages" in card.text
 
 
-def test_adapter_alone_is_refused_with_advice(story: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="merge_and_unload"):
-        export(story["work"] / "adapter", tmp_path / "dest")
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     tiny_model("v1").save_pretrained(tmp_path / "src")
@@ -173,15 +167,20 @@ def test_every_file_survives_export_in_shards(tmp_path: Path) -> None:
     model.generation_config.max_new_tokens = 7
     model.save_pretrained(tmp_path / "src")
     (tmp_path / "src" / "LICENSE").write_text("Only for llamas.")
-    (tmp_path / "src" / "README.md").write_text("---\nlicense: other\nlicense_name: llamas\n---\n# Mine\n")
+    card = "---\nlicense: other\nlicense_name: llamas\n---\n# Mine\n"
+    (tmp_path / "src" / "README.md").write_text(card, encoding="utf-8-sig")
+    expected = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "src"))
+    torch.save(load_file(tmp_path / "src" / "model.safetensors"), tmp_path / "src" / "pytorch_model.bin")
+    (tmp_path / "src" / "model.safetensors").unlink()
     progress = []
     folder = export(
         tmp_path / "src", tmp_path / "dest", max_shard_size="50KB", progress=lambda *state: progress.append(state)
     )
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert (loaded.dtype, loaded.generation_config.max_new_tokens) == (torch.bfloat16, 7)
-    assert torch.equal(logits_of(loaded), logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "src")))
+    assert torch.equal(logits_of(loaded), expected)
     assert len(list(folder.glob("model-*.safetensors"))) > 2
+    assert not list(folder.glob("*.bin"))
     assert progress[-1][0] == progress[-1][1] > 0
     assert (folder / "LICENSE").read_text() == "Only for llamas."
     assert "Apache License" in (folder / "LICENSE-CODE").read_text()
@@ -221,20 +220,6 @@ def test_what_must_not_be_published_is_removed(source: Path, tmp_path: Path) -> 
     assert data.tags == ["diffllama", "differential-attention", "diff-v1", "lora"]
 
 
-def test_pickled_weights_become_safetensors(source: Path, tmp_path: Path) -> None:
-    weights = load_file(source / "model.safetensors")
-    (source / "model.safetensors").unlink()
-    torch.save(weights, source / "pytorch_model.bin")
-    folder = export(source, tmp_path / "dest")
-    assert not (folder / "pytorch_model.bin").exists()
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in load_file(folder / "model.safetensors").items())
-
-
-def test_card_with_a_byte_order_mark_is_read(source: Path, tmp_path: Path) -> None:
-    (source / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n", encoding="utf-8-sig")
-    assert ModelCard.load(export(source, tmp_path / "dest") / "README.md").data.license == "mit"
-
-
 def test_trained_conversion_is_not_called_a_conversion(tmp_path: Path) -> None:
     folder = convert(llama(tmp_path / "llama"), tmp_path / "ours", source="llama")
     assert "bit-equal" in (export(folder, tmp_path / "before") / "README.md").read_text()
@@ -245,12 +230,6 @@ def test_trained_conversion_is_not_called_a_conversion(tmp_path: Path) -> None:
     text = (export(folder, tmp_path / "after") / "README.md").read_text()
     assert "bit-equal" not in text
     assert "not trained further" not in text
-
-
-def test_cast_conversion_with_equal_values_is_still_a_conversion(tmp_path: Path) -> None:
-    folder = convert(llama(tmp_path / "llama"), tmp_path / "ours", source="llama", dtype="bfloat16")
-    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
-    assert "Converted, not trained further" in (export(folder, tmp_path / "dest") / "README.md").read_text()
 
 
 def test_handwritten_text_of_a_replaced_folder_stays(source: Path, tmp_path: Path) -> None:
@@ -271,6 +250,8 @@ class TestRefusals:
         [
             (lambda src: shutil.rmtree(src), FileNotFoundError, "src is not a folder"),
             (lambda src: (src / "config.json").unlink(), FileNotFoundError, "has no config.json"),
+            (lambda src: (src / "config.json").rename(src / "adapter_config.json"), ValueError, "adapter and no model"),
+            (lambda src: edit(src, model_type="llama"), ValueError, "must be one of 'diff_llama', got 'llama'"),
             (lambda src: (src / "model.safetensors").unlink(), FileNotFoundError, "has no weights"),
             (lambda src: (src / "model.safetensors").write_bytes(b"x" * 9), CheckpointError, "cannot be read"),
             (lambda src: (src / "trainer_state.json").write_text("{"), ValueError, "trainer_state.json is no JSON"),
@@ -295,9 +276,8 @@ class TestRefusals:
             ),
         ],
         ids=[
-            *("nothing", "no config", "no weights", "cut off", "state", "tokenizer", "adapter", "link"),
-            *("other weights", "aliases", "bytes"),
-            *("rows", "list", "extra weight", "NaN", "secret"),
+            *("nothing", "no config", "adapter alone", "other model", "no weights", "cut off", "state", "tokenizer"),
+            *("adapter", "link", "other weights", "aliases", "bytes", "rows", "list", "extra weight", "NaN", "secret"),
         ],
     )  # fmt: skip
     def test_invalid_source_is_refused_and_nothing_appears(
@@ -308,10 +288,6 @@ class TestRefusals:
         with pytest.raises(error, match=message):
             export(source, tmp_path / "dest")
         assert snapshot(tmp_path) == before
-
-    def test_model_of_another_type_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="must be one of 'diff_llama', got 'llama'"):
-            export(llama(tmp_path / "src"), tmp_path / "dest")
 
     def test_only_a_model_folder_is_overwritten(self, source: Path, tmp_path: Path) -> None:
         (tmp_path / "dest").mkdir()
@@ -341,18 +317,16 @@ class TestWriteCard:
 
     def test_failure_changes_nothing(self, source: Path, tmp_path: Path) -> None:
         (tmp_path / "results_1.json").write_text("{}")
-        before = snapshot(source)
-        with pytest.raises(ValueError, match=r"results_1\.json"):
-            write_card(source, results=[tmp_path])
         (source / "README.md").write_text("---\nmodel-index: [1]\n---\n")
-        before = snapshot(source)
-        with pytest.raises(ValueError, match="model_index"):
-            write_card(source)
-        assert snapshot(source) == before
-
-    def test_folder_without_a_model_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(FileNotFoundError, match=r"config\.json"):
-            write_card(tmp_path)
+        before = snapshot(tmp_path)
+        for folder, results, error, message in (
+            (tmp_path, [], FileNotFoundError, r"config\.json"),
+            (source, [tmp_path], ValueError, r"results_1\.json"),
+            (source, [], ValueError, "model_index"),
+        ):
+            with pytest.raises(error, match=message):
+                write_card(folder, results=results)
+        assert snapshot(tmp_path) == before
 
 
 def test_error_can_be_allowed(source: Path, tmp_path: Path) -> None:
