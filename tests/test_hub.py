@@ -90,7 +90,7 @@ def test_unknown_request_is_status_501() -> None:
         with pytest.raises(HTTPError, match="501") as error:
             urlopen(f"{hub.endpoint}/api/spaces/alice/space")
         assert "does not know" in json.loads(error.value.read())["error"]
-        assert hub.requests == [Request("GET", "/api/spaces/alice/space", None, 501)]
+        assert hub.requests == [Request("GET", "/api/spaces/alice/space", 501)]
 
 
 def test_processes_get_no_token_and_no_proxy_of_ours(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

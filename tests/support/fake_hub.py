@@ -135,7 +135,6 @@ class Request:
 
     method: str
     path: str
-    range: str | None
     status: int
 
 
@@ -146,7 +145,6 @@ class Hub(ThreadingHTTPServer):
         endpoint: its address.
         repositories: by name, such as "alice/model".
         requests: what clients asked for, in order.
-        cut_after: the next download of more than so many bytes of a file ends after them. Then None again.
         refuse_uploads_after: so many more LFS objects are accepted. The next are refused with status 403, after which
             the client gives up at once.
     """
@@ -159,7 +157,6 @@ class Hub(ThreadingHTTPServer):
         self.storage = f"http://localhost:{self.server_port}/storage"  # another host, where clients send no token
         self.repositories: dict[str, Repository] = {}
         self.requests: list[Request] = []
-        self.cut_after: int | None = None
         self.refuse_uploads_after: int | None = None
         self.lock = threading.Lock()
 
@@ -215,12 +212,11 @@ def connect(hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Answer:
-    """Bytes, or what to send as JSON. `is_file`: the bytes are a file's."""
+    """Bytes, or what to send as JSON."""
 
     data: Any = b""
     status: int = 200
     headers: Mapping[str, object] = field(default_factory=dict)
-    is_file: bool = False
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -246,16 +242,13 @@ class Handler(BaseHTTPRequestHandler):
             except Exception:  # not status 500, after which clients try again
                 answer = Answer({"error": traceback.format_exc()}, 501)
             body = answer.data if isinstance(answer.data, bytes) else json.dumps(answer.data).encode()
-            end = len(body)
-            if answer.is_file and self.command == "GET" and hub.cut_after is not None and end > hub.cut_after:
-                end, hub.cut_after, self.close_connection = hub.cut_after, None, True
-            hub.requests.append(Request(self.command, self.path, self.headers["Range"], answer.status))
+            hub.requests.append(Request(self.command, self.path, answer.status))
         self.send_response(answer.status)
         for name, value in {"Content-Length": len(body), **answer.headers}.items():
             self.send_header(name, str(value))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body[:end])
+            self.wfile.write(body)
 
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = respond
 
@@ -289,7 +282,7 @@ class Handler(BaseHTTPRequestHandler):
             case "PUT", "storage", owner, name, sha256:
                 return self.store(self.server.repositories[f"{owner}/{name}"], sha256)
             case "GET", "storage", owner, name, sha256:
-                return self.file(self.server.repositories[f"{owner}/{name}"].objects[sha256])
+                return Answer(self.server.repositories[f"{owner}/{name}"].objects[sha256])
             case "GET" | "HEAD", owner, name, "resolve", revision, *path:
                 return self.resolve(self.repository(f"{owner}/{name}"), revision, "/".join(path))
         raise Refusal(501, "the fake Hub does not know this request")
@@ -352,18 +345,10 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(404, "Entry not found", "EntryNotFound", **{"X-Repo-Commit": commit.oid})
         blob, headers = commit.files[path], {"X-Repo-Commit": commit.oid}
         if not blob.lfs:
-            return self.file(blob.content, **headers, ETag=f'"{blob.etag}"')
+            return Answer(blob.content, headers=headers | {"ETag": f'"{blob.etag}"'})
         headers |= {"X-Linked-ETag": f'"{blob.etag}"', "X-Linked-Size": str(blob.size)}
         headers["Location"] = f"{self.server.storage}/{repository.name}/{blob.sha256}"
         return Answer(status=302, headers=headers)
-
-    def file(self, content: bytes, **headers: str) -> Answer:
-        """All bytes, or those from an offset on if the client asks for "bytes=5-"."""
-        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        if not asked:
-            return Answer(content, headers=headers | {"Accept-Ranges": "bytes"}, is_file=True)
-        size, start = len(content), int(asked[1])
-        return Answer(content[start:], 206, headers | {"Content-Range": f"bytes {start}-{size - 1}/{size}"}, True)
 
     # Changes.
 
