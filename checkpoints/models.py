@@ -119,16 +119,6 @@ def check_layers(layers: int, tensors: int) -> None:
         raise CheckpointError(f"`num_hidden_layers` is {layers:,}, and the number of tensors only {tensors:,}.")
 
 
-def refuse_adapter(folder: Path) -> None:
-    """Raises `ValueError` for a folder with an adapter, for which peft would load its base model and run its code."""
-    if os.path.lexists(folder / "adapter_config.json"):
-        what = "an adapter beside its model" if (folder / "config.json").is_file() else "an adapter and no model"
-        raise ValueError(
-            f"{folder} has {what} (adapter_config.json). Load it with peft, call merge_and_unload() and save what that "
-            "returns."
-        )
-
-
 class TransformersSource:
     """A folder with a checkpoint of a model of transformers, or a GGUF file of one.
 
@@ -145,7 +135,13 @@ class TransformersSource:
     def __init__(self, src: Path, model_types: Sequence[str]) -> None:
         if not src.exists():
             raise FileNotFoundError(f"{src} does not exist. Name a folder with config.json and weights or a GGUF file.")
-        refuse_adapter(src if src.is_dir() else src.parent)
+        folder = src if src.is_dir() else src.parent
+        if os.path.lexists(folder / "adapter_config.json"):  # peft would load its base model and run its code
+            what = "an adapter beside its model" if (folder / "config.json").is_file() else "an adapter and no model"
+            raise ValueError(
+                f"{folder} has {what} (adapter_config.json). Load it with peft, call merge_and_unload() and save what "
+                "that returns."
+            )
         if src.is_dir() and not (src / "config.json").is_file():
             raise FileNotFoundError(f"{src} has no config.json, so it is not a Transformers checkpoint.")
         if not src.is_dir() and not (src.is_file() and src.suffix.lower() == ".gguf"):
@@ -154,12 +150,11 @@ class TransformersSource:
             raise ImportError(
                 "Reading a GGUF file needs gguf and accelerate. In a clone of diffllama: pip install '.[gguf]'"
             )
-        self.src = src
-        self.model_types = model_types
+        self.src, self.model_types = src, model_types
         # `trust_remote_code=False`: code that lies in the folder is never run
-        location = {"pretrained_model_name_or_path": src, "trust_remote_code": False}
-        file = {"pretrained_model_name_or_path": src.parent, "gguf_file": src.name}
-        self.location = location if src.is_dir() else location | file
+        self.location: dict[str, Any] = {"pretrained_model_name_or_path": folder, "trust_remote_code": False}
+        if src.is_file():
+            self.location["gguf_file"] = src.name
 
     @cached_property
     def config(self) -> PreTrainedConfig:

@@ -25,13 +25,13 @@ SOURCE = Path(modeling_diff.__file__).parent
 @cache
 def commit() -> str | None:
     """The commit that the package was made of, if it is known: of a clone, or noted when it was built or installed."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", SOURCE, *words], capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        git = ["git", "-C", str(SOURCE)]
-        tracked = subprocess.run([*git, "ls-files", "."], capture_output=True, text=True, check=True).stdout
-        if tracked.strip():
-            head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
-            changes = subprocess.run([*git, "status", "--porcelain", "."], capture_output=True, text=True, check=True)
-            return head.strip() + (" with changes" if changes.stdout.strip() else "")
+        if git("ls-files", "."):
+            return git("rev-parse", "HEAD") + (" with changes" if git("status", "--porcelain", ".") else "")
     except (OSError, subprocess.CalledProcessError):
         pass  # no git, or no clone
     noted = SOURCE.parent / "_commit.txt"
@@ -48,11 +48,9 @@ def commit() -> str | None:
 def licence() -> str:
     """The text of the licence of our code."""
     clone = SOURCE.parent / "LICENSE"
-    text = (
-        clone.read_text(encoding="utf-8")
-        if clone.is_file()
-        else distribution("diffllama").read_text("licenses/LICENSE")
-    )
+    if clone.is_file():
+        return clone.read_text(encoding="utf-8")
+    text = distribution("diffllama").read_text("licenses/LICENSE")
     if text is None:
         raise FileNotFoundError("The installed diffllama has no LICENSE. Install it again.")
     return text

@@ -89,7 +89,8 @@ def make_tensor(name: str, step: Step, checkpoint: Checkpoint) -> torch.Tensor:
     """Computes a tensor that is contiguous and shares no memory, as safetensors needs it. Raises as `write_shards`."""
     inputs = [checkpoint.read(source) for source in step.inputs]
     tensor = step.make(*inputs)
-    if not tensor.is_contiguous() or tensor.is_neg() or any(shares_memory(tensor, source) for source in inputs):
+    memory = {source.untyped_storage().data_ptr() for source in inputs}
+    if not tensor.is_contiguous() or tensor.is_neg() or tensor.untyped_storage().data_ptr() in memory:
         tensor = tensor.clone(memory_format=torch.contiguous_format).resolve_neg()
     if all(map(is_finite, pieces(tensor))):
         return tensor
@@ -103,11 +104,6 @@ def make_tensor(name: str, step: Step, checkpoint: Checkpoint) -> torch.Tensor:
         f"{name} becomes infinite: {dtype} holds numbers up to {torch.finfo(tensor.dtype).max:.5g}, and a value "
         f"computed from {', '.join(step.inputs)} is larger. Choose a wider dtype, such as bfloat16."
     )
-
-
-def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are views of the same memory."""
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def save_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:

@@ -148,7 +148,10 @@ def model_card(
     data = ModelCardData(**metadata)
     if facts.evaluation:
         new = [eval_result(row, task.pipeline_tag) for row in facts.evaluation]
-        results = {eval_result_key(result): result for result in (*(data.eval_results or ()), *new)}
+        results = {
+            (*result.unique_identifier, result.dataset_name, result.metric_type, result.metric_name): result
+            for result in (*(data.eval_results or ()), *new)
+        }  # a new result replaces an old one of the same
         data.model_name, data.eval_results = data.model_name or name, list(results.values())
     text = template(kind).render(
         facts=facts,
@@ -230,11 +233,6 @@ def eval_result(row: Mapping[str, Any], task: str) -> EvalResult:
         source_name=harness and f"lm-evaluation-harness {harness}",
         source_url=harness and "https://github.com/EleutherAI/lm-evaluation-harness",
     )
-
-
-def eval_result_key(result: EvalResult) -> tuple[Any, ...]:
-    """What a result measures. A new result replaces an old one with the same key."""
-    return *result.unique_identifier, result.dataset_name, result.metric_type, result.metric_name
 
 
 def table_cell(value: Any) -> str:

@@ -20,9 +20,6 @@ TIME_LIMIT = 60.0
 MEMORY_LIMIT = 2 * 2**30
 """Bytes that the process may allocate besides its libraries. Enforced on Linux only."""
 
-Inspection = Callable[[Path], Iterator[Finding | str]]
-"""Yields the name of each file before it is read, and findings."""
-
 
 def check(folder: str | os.PathLike[str], *, allow: Sequence[str] = (), code_only: bool = False) -> list[Finding]:
     """Checks a folder that is to be published.
@@ -51,7 +48,7 @@ def check(folder: str | os.PathLike[str], *, allow: Sequence[str] = (), code_onl
     return apply_allowlist(run_isolated(inspect_code if code_only else inspect_folder, folder), allow)
 
 
-def run_isolated(inspect: Inspection, folder: str | os.PathLike[str]) -> list[Finding]:
+def run_isolated(inspect: Callable[[Path], Iterator[Finding | str]], folder: str | os.PathLike[str]) -> list[Finding]:
     """The findings of an inspection in a process of its own, each once.
 
     The process is killed when it exceeds a limit, which is a finding as well. On Linux it is a fork, which imports
@@ -88,7 +85,7 @@ def run_isolated(inspect: Inspection, folder: str | os.PathLike[str]) -> list[Fi
     return list(dict.fromkeys(findings))
 
 
-def _child(sender: Connection, inspect: Inspection, folder: Path) -> None:
+def _child(sender: Connection, inspect: Callable[[Path], Iterator[Finding | str]], folder: Path) -> None:
     """Runs an inspection and sends what it yields, then `None`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of tokenizers do not survive a fork

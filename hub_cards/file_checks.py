@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from diffllama.checkpoints.files import leads_out
 from diffllama.checkpoints.json_files import load_json
-from diffllama.hub_cards.findings import Finding, note
+from diffllama.hub_cards.findings import Check, Finding, note
 from diffllama.hub_cards.sanitize import LOCAL_PATH, contains_local_path, json_strings, json_words
 from diffllama.hub_cards.secrets import SECRET_FIELDS, decode, find_secrets
 
@@ -111,7 +111,7 @@ def kind_of(name: str) -> str | None:
     return SUFFIXES.get(Path(name).suffix)
 
 
-def check_file(file: Path, folder: Path) -> Iterator[Finding]:
+def check_file(file: Path, folder: Path) -> Check[None]:
     """Checks that a file belongs in a model folder, matches its name, and contains no secrets or local paths."""
     name = file.relative_to(folder).as_posix()
     if is_hidden(file, folder):

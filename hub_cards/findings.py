@@ -4,11 +4,11 @@
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from diffllama.checkpoints.errors import DiffLlamaError
 
@@ -67,6 +67,11 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.rule}: {self.message}"
+
+
+T = TypeVar("T")
+Check = Generator[Finding | str, None, T]
+"""Yields findings, and the name of each file before it is read. Returns what it has loaded, if anything."""
 
 
 def note(file: str, message: str, rule: str) -> Finding:

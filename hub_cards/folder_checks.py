@@ -5,9 +5,8 @@
 Chat templates are rendered, in Jinja's sandbox, as transformers does. `run_isolated` runs all of this.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from jinja2 import Environment
@@ -23,14 +22,10 @@ from diffllama.checkpoints.tensor_values import is_finite
 from diffllama.hub_cards.cards import CARD, TASKS, parse_metadata, read_card
 from diffllama.hub_cards.code import code_differences, folder_code, package_code
 from diffllama.hub_cards.file_checks import check_file, kind_of, list_files, uploaded_files
-from diffllama.hub_cards.findings import Finding, note
+from diffllama.hub_cards.findings import Check, Finding, T, note
 from diffllama.hub_cards.sanitize import contains_local_path, json_strings
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
 
-
-T = TypeVar("T")
-Check = Generator[Finding | str, None, T]
-"""Yields findings, and the name of a file before it is read. Returns what it loaded, if anything."""
 
 CODE_FIELDS = dict.fromkeys(
     (
@@ -104,7 +99,7 @@ def one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def check_code(folder: Path, other_files: bool = True) -> Iterator[Finding]:
+def check_code(folder: Path, other_files: bool = True) -> Check[None]:
     """Checks that transformers can load the folder's code from the Hub, and that it is the package's.
 
     With `other_files`, Python files that do not belong to the model are reported too.
@@ -162,7 +157,7 @@ def architecture_of(config: PreTrainedConfig) -> str:
     return architecture
 
 
-def check_weights(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding | str]:
+def check_weights(folder: Path, config: DiffLlamaConfig) -> Check[None]:
     """Checks the weights against the configuration, the index against them, and that all values are finite."""
     index, single = folder / f"{NAMES[0]}.index.json", folder / NAMES[0]
     if not (single.is_file() or index.is_file()):
@@ -210,7 +205,7 @@ def check_index(index: Path, checkpoint: Checkpoint) -> Iterator[Finding]:
         yield Finding(index.name, f"`total_size` must be {total}, got {size}", "weights")
 
 
-def check_tokenizer(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding | str]:
+def check_tokenizer(folder: Path, config: DiffLlamaConfig) -> Check[None]:
     """Checks that the tokenizer, if there is one, loads without code of its own and fits the vocabulary."""
     templates = chat_templates(folder)
     for template, file in templates.items():
@@ -263,7 +258,7 @@ def check_template(name: str, template: str) -> Iterator[Finding]:
         yield Finding(name, one_line(error), "template")
 
 
-def check_generation(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding]:
+def check_generation(folder: Path, config: DiffLlamaConfig) -> Check[None]:
     """Checks the generation settings."""
     file = folder / "generation_config.json"
     if file.is_file():
@@ -276,7 +271,7 @@ def check_generation(folder: Path, config: DiffLlamaConfig) -> Iterator[Finding]
         yield note(file.name, "is missing", "generation")
 
 
-def check_card(folder: Path) -> Iterator[Finding]:
+def check_card(folder: Path) -> Check[None]:
     """Checks that there is a card with metadata, and a licence."""
     if not any(folder.glob("LICENSE*")):
         yield note("LICENSE", "is missing", "licence")

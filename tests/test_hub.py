@@ -67,16 +67,6 @@ def test_refusal_is_the_clients_own_exception(what: str, hub: Hub, model: Reposi
     assert len(model.commits) == 2
 
 
-@pytest.mark.parametrize(
-    ("front", "message"),
-    [("tags: [", "Invalid YAML"), ("base_model: /home/me/x", "'/home/me/x' is not valid"), ("- 1", "must be a map")],
-)
-def test_invalid_metadata_is_refused(front: str, message: str, model: Repository) -> None:
-    card = CommitOperationAdd("README.md", f"---\n{front}\n---\n".encode())
-    with pytest.raises(ValueError, match=message):
-        client("alice").create_commit("alice/model", [card], commit_message="x")
-
-
 def test_lfs_object_must_match_its_hash(hub: Hub) -> None:
     repository = hub.create("alice/model")
     address = f"{hub.storage}/alice/model/{hashlib.sha256(b'weights').hexdigest()}"
