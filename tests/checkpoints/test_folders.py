@@ -1,4 +1,5 @@
 import errno
+import multiprocessing
 import os
 import shutil
 import signal
@@ -21,15 +22,24 @@ def dest(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
+def test_folders_appear_where_the_blocks_began_when_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     dest = tmp_path / "a" / "b" / "dest"
-    with new_folder(dest) as folder:
+    with new_folder(Path("a/b/dest"), overwrite=True) as folder, new_folder(dest) as second:
+        os.chdir("/")
+        assert folder != second
         assert dest.parent in folder.parents  # on the same file system
         (folder / "sub").mkdir()
         (folder / "sub" / "file").write_text("new")
+        (second / "config.json").touch()
         assert not dest.exists()
-    assert snapshot(dest) == {"sub": None, "sub/file": b"new"}
-    assert list(dest.parent.iterdir()) == [dest]
+    assert snapshot(tmp_path) == {
+        "a": None,
+        "a/b": None,
+        "a/b/dest": None,
+        "a/b/dest/sub": None,
+        "a/b/dest/sub/file": b"new",
+    }
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o002, 0o077], ids=oct)
@@ -89,24 +99,6 @@ def test_a_folder_that_was_filled_meanwhile_is_not_replaced(tmp_path: Path) -> N
     with pytest.raises(FileExistsError, match="not empty"):
         be_slow()
     assert snapshot(tmp_path) == {"dest": None, "dest/other": b"another process was faster"}
-
-
-def test_two_folders_for_one_place_are_kept_apart(tmp_path: Path) -> None:
-    with new_folder(tmp_path / "dest", overwrite=True) as first, new_folder(tmp_path / "dest") as second:
-        assert first != second
-        (first / "first").touch()
-        (second / "config.json").touch()
-    assert snapshot(tmp_path) == {"dest": None, "dest/first": b""}
-
-
-def test_a_relative_name_means_a_folder_of_where_the_block_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with new_folder(Path("dest")):
-        os.chdir("elsewhere")
-    assert snapshot(tmp_path) == {"elsewhere": None, "dest": None}
 
 
 def test_a_link_to_a_folder_stays_and_the_folder_is_replaced(dest: Path) -> None:
@@ -200,39 +192,33 @@ def test_what_is_not_a_models_is_listed_before_and_when_it_is_lost(
 OLD, NEW = {"config.json": b"old"}, {"config.json": b"new"}
 
 
-def in_a_process(task: Callable[[], Any]) -> int:
-    """Runs something in a copy of this process. Returns how that ended, as `os.waitpid` says."""
+def replace_and_be_killed(dest: Path, moment: str) -> None:
+    """Leaves what a process leaves that is killed at some moment while it replaces a folder."""
+
+    def kill(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def rename(path: Path, target: Path, rename: Any = Path.rename) -> None:
+        moved = "old" if target.name == "old" else "new"
+        if moment == f"before the {moved} one is moved":
+            kill()
+        rename(path, target)
+        if moment == f"after the {moved} one is moved":
+            kill()
+
     pid = os.fork()
     if pid == 0:
         try:
-            task()
+            Path.rename = rename  # type: ignore[assignment, method-assign]
+            if moment == "while the old one is removed":
+                shutil.rmtree = kill  # type: ignore[assignment]
+            with new_folder(dest, overwrite=True) as folder:
+                (folder / "config.json").write_text("new")
+                if moment == "in the block":
+                    kill()
         finally:
             os._exit(1)
-    return os.waitpid(pid, 0)[1]
-
-
-def replace_and_be_killed(dest: Path, moment: str) -> None:
-    """Leaves what a process leaves that is killed in the block, or before or after one of the two renames."""
-
-    def task() -> None:
-        rename = Path.rename
-
-        def killing(path: Path, target: Path) -> None:
-            what = "the old one" if target.name == "old" else "the new one"
-            if moment == f"after {what} is moved":
-                rename(path, target)
-            elif moment != f"before {what} is moved":
-                rename(path, target)
-                return
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        Path.rename = killing  # type: ignore[assignment, method-assign]
-        with new_folder(dest, overwrite=True) as folder:
-            (folder / "config.json").write_text("new")
-            if moment == "in the block":
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    assert in_a_process(task) == signal.SIGKILL
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
 
 
 @pytest.mark.parametrize(
@@ -243,6 +229,7 @@ def replace_and_be_killed(dest: Path, moment: str) -> None:
         ("after the old one is moved", OLD),
         ("before the new one is moved", OLD),
         ("after the new one is moved", NEW),
+        ("while the old one is removed", NEW),
     ],
 )
 def test_the_next_run_removes_what_a_killed_one_left_and_loses_nothing(
@@ -277,28 +264,13 @@ def test_what_was_being_replaced_is_replaced_by_the_next_run(dest: Path) -> None
     assert list(dest.parent.iterdir()) == [dest]
 
 
-def test_a_run_that_ends_in_the_middle_of_removing_leaves_what_the_next_one_removes(
-    dest: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(path: Path, **_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def task() -> None:
-        monkeypatch.setattr("shutil.rmtree", killed)
-        with new_folder(dest, overwrite=True):
-            pass
-
-    assert in_a_process(task) == signal.SIGKILL
-    assert len(list(dest.parent.glob(".dest.*"))) == 1
-    remove_leftovers(dest)
-    assert list(dest.parent.iterdir()) == [dest]
-
-
 def test_the_folder_of_a_living_process_is_left_alone(dest: Path) -> None:
     with new_folder(dest, overwrite=True) as folder:
         (folder / "config.json").write_text("new")
         remove_leftovers(dest)
-        in_a_process(lambda: remove_leftovers(dest))
+        process = multiprocessing.get_context("fork").Process(target=remove_leftovers, args=(dest,))
+        process.start()
+        process.join()
         assert snapshot(folder) == NEW
     assert snapshot(dest) == NEW
 

@@ -397,7 +397,7 @@ def test_overlap_of_source_and_destination_behind_a_link_is_refused(inside: str,
         ("checkpoints.writing.save_file", KeyboardInterrupt()),
         ("conversion.transformers_models.write_code", OSError("disk full")),
         ("conversion.engine.measure", KeyboardInterrupt()),
-        ("conversion.engine.model_card", SystemExit(1)),
+        ("conversion.engine.updated_card", SystemExit(1)),
     ],
     ids=repr,
 )
