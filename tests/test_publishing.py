@@ -51,8 +51,6 @@ def look(name, model):
 LOAD = f"""
 {CODE}
 look("readme", generator.model)
-written = generator("w6 w7 w8", max_new_tokens=8, do_sample=False, return_tensors=True)
-facts["written"] = written[0]["generated_token_ids"]
 
 first, newest = sys.argv[1:]
 trusted = {{"trust_remote_code": True}}
@@ -79,10 +77,6 @@ ELSEWHERE = """
 look("tuned", AutoModelForCausalLM.from_pretrained("user/tuned", trust_remote_code=True))
 generator = transformers.pipeline("text-generation", "user/tuned", trust_remote_code=True)
 look("pipeline", generator.model)
-try:
-    AutoModelForCausalLM.from_pretrained("user/tuned", trust_remote_code=False)
-except ValueError as error:
-    facts["untrusted"] = str(error)
 save_file(tensors, "tensors.safetensors")
 """
 
@@ -189,18 +183,9 @@ def test_process_without_the_package_computes_the_same_bits(name: str, story: St
     assert story.answers["load"].facts[name][0].startswith("transformers_modules.")
 
 
-def test_pipeline_generates_what_the_package_generates(story: Story) -> None:
-    model = DiffLlamaForCausalLM.from_pretrained(story.folder)
-    generated = model.generate(torch.tensor([[6, 7, 8]]), max_new_tokens=8, do_sample=False)[0].tolist()
-    assert story.answers["load"].facts["written"] == generated
-    assert len(generated) == 11
-
-
 def test_commit_pins_code_and_weights_and_newer_code_runs_older_weights(story: Story) -> None:
-    newer = {name: fact[1] for name, fact in story.answers["load"].facts.items() if name != "written"}
-    assert newer == {
-        "readme": True, "newest": True, "pinned": False, "newer code": True, "snapshot": True, "tuned": True,
-    }  # fmt: skip
+    older = {name for name, (_, newer) in story.answers["load"].facts.items() if not newer}
+    assert older == {"pinned"}
     files = {commit: story.hub.repositories["user/name"].files(commit) for commit in (story.first, story.newest)}
     differing = {name for name, content in files[story.first].items() if content != files[story.newest][name]}
     assert differing == {"differential_attention.py", "README.md"}
@@ -212,7 +197,6 @@ def test_fine_tune_in_another_repository_is_loaded_from_there_only(story: Story,
     assert torch.equal(there.tensors["tuned"], tuned)
     assert torch.equal(there.tensors["pipeline"], tuned)
     assert there.facts["tuned"][0].startswith("transformers_modules.user.tuned.")
-    assert "Please pass the argument `trust_remote_code=True`" in there.facts["untrusted"]
     paths = [request.path for request in there.requests]
     assert sum("user/tuned" in path for path in paths) > 5
     assert not any("user/name" in path for path in paths)

@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -244,59 +245,48 @@ def test_handwritten_text_of_a_replaced_folder_stays(source: Path, tmp_path: Pat
         export(source, folder, overwrite=True)
 
 
-class TestRefusals:
-    @pytest.mark.parametrize(
-        ("spoil", "error", "message"),
-        [
-            (lambda src: shutil.rmtree(src), FileNotFoundError, "src is not a folder"),
-            (lambda src: (src / "config.json").unlink(), FileNotFoundError, "has no config.json"),
-            (lambda src: (src / "config.json").rename(src / "adapter_config.json"), ValueError, "adapter and no model"),
-            (lambda src: edit(src, model_type="llama"), ValueError, "must be one of 'diff_llama', got 'llama'"),
-            (lambda src: (src / "model.safetensors").unlink(), FileNotFoundError, "has no weights"),
-            (lambda src: (src / "model.safetensors").write_bytes(b"x" * 9), CheckpointError, "cannot be read"),
-            (lambda src: (src / "trainer_state.json").write_text("{"), ValueError, "trainer_state.json is no JSON"),
-            (lambda src: (src / "tokenizer.json").write_text("{}"), ValueError, "The tokenizer in .* does not load"),
-            (lambda src: (src / "adapter_config.json").write_text("{}"), ValueError, "an adapter beside its model"),
-            (lambda src: (src / "NOTICE").symlink_to("/etc/hostname"), ValueError, "NOTICE is a link out of"),
-            (lambda src: edit(src, transformers_weights="other.safetensors"), ValueError, "load other weights"),
-            (lambda src: (src / "README.md").write_text(f"---\n{ALIASES}---\n"), ValueError, "YAML aliases"),
-            (lambda src: (src / "README.md").write_bytes(b"\xff"), ValueError, r"README\.md is not text in UTF-8"),
-            (lambda src: (src / "evaluation.json").write_text('{"results": [1]}'), ValueError, "No card can be"),
-            (lambda src: (src / "conversion.json").write_text("[]"), ValueError, r"conversion\.json must be"),
-            (lambda src: add_tensor(src, "x", torch.zeros(2)), CheckpointError, r"extra: x \[2\]"),
-            (
-                lambda src: add_tensor(src, "model.norm.weight", torch.full([64], torch.nan)),
-                CheckpointError,
-                r"\n  model\.safetensors: model\.norm\.weight$",
-            ),
-            (
-                lambda src: (src / "README.md").write_text("hf_abcdefghijklmnopqrstuvwxyz"),
-                FolderError,
-                "README.md:secret: contains a secret: Hugging Face token",
-            ),
-        ],
-        ids=[
-            *("nothing", "no config", "adapter alone", "other model", "no weights", "cut off", "state", "tokenizer"),
-            *("adapter", "link", "other weights", "aliases", "bytes", "rows", "list", "extra weight", "NaN", "secret"),
-        ],
-    )  # fmt: skip
-    def test_invalid_source_is_refused_and_nothing_appears(
-        self, spoil: Any, error: Any, message: str, source: Path, tmp_path: Path
-    ) -> None:
-        spoil(source)
-        before = snapshot(tmp_path)
-        with pytest.raises(error, match=message):
-            export(source, tmp_path / "dest")
-        assert snapshot(tmp_path) == before
+REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
+    "nothing": (lambda src: shutil.rmtree(src), FileNotFoundError, "src is not a folder"),
+    "adapter": (lambda src: (src / "config.json").rename(src / "adapter_config.json"), ValueError, "merge_and_unload"),
+    "other model": (lambda src: edit(src, model_type="llama"), ValueError, "must be one of 'diff_llama', got 'llama'"),
+    "state": (lambda src: (src / "trainer_state.json").write_text("{"), ValueError, "trainer_state.json is no JSON"),
+    "tokenizer": (lambda src: (src / "tokenizer.json").write_text("{}"), ValueError, "tokenizer in .* does not load"),
+    "link": (lambda src: (src / "NOTICE").symlink_to("/etc/hostname"), ValueError, "NOTICE is a link out of"),
+    "aliases": (lambda src: (src / "README.md").write_text(f"---\n{ALIASES}---\n"), ValueError, "YAML aliases"),
+    "bytes": (lambda src: (src / "README.md").write_bytes(b"\xff"), ValueError, r"README\.md is not text in UTF-8"),
+    "rows": (lambda src: (src / "evaluation.json").write_text('{"results": [1]}'), ValueError, "No card can be"),
+    "list": (lambda src: (src / "conversion.json").write_text("[]"), ValueError, r"conversion\.json must be"),
+    "extra weight": (lambda src: add_tensor(src, "x", torch.zeros(2)), CheckpointError, r"extra: x \[2\]"),
+    "NaN": (
+        lambda src: add_tensor(src, "model.norm.weight", torch.full([64], torch.nan)), CheckpointError,
+        r"\n  model\.safetensors: model\.norm\.weight$",
+    ),
+    "secret": (
+        lambda src: (src / "README.md").write_text("hf_abcdefghijklmnopqrstuvwxyz"), FolderError,
+        "README.md:secret: contains a secret: Hugging Face token",
+    ),
+}  # fmt: skip
+"""What spoils a source, and the error. The other errors of sources are those of conversions, which open them alike."""
 
-    def test_only_a_model_folder_is_overwritten(self, source: Path, tmp_path: Path) -> None:
-        (tmp_path / "dest").mkdir()
-        (tmp_path / "dest" / "mine.txt").touch()
-        for overwrite in (False, True):
-            with pytest.raises(FileExistsError):
-                export(source, tmp_path / "dest", overwrite=overwrite)
-        with pytest.raises(FileExistsError, match="overlap"):
-            export(source, source / "dest")
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_invalid_source_is_refused_and_nothing_appears(what: str, source: Path, tmp_path: Path) -> None:
+    spoil, error, message = REFUSED[what]
+    spoil(source)
+    before = snapshot(tmp_path)
+    with pytest.raises(error, match=message):
+        export(source, tmp_path / "dest")
+    assert snapshot(tmp_path) == before
+
+
+def test_only_a_model_folder_is_overwritten(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "dest").mkdir()
+    (tmp_path / "dest" / "mine.txt").touch()
+    for overwrite in (False, True):
+        with pytest.raises(FileExistsError):
+            export(source, tmp_path / "dest", overwrite=overwrite)
+    with pytest.raises(FileExistsError, match="overlap"):
+        export(source, source / "dest")
 
 
 class TestWriteCard:

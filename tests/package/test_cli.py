@@ -140,7 +140,7 @@ def test_an_interruption_ends_with_status_130_and_changes_nothing(
         raise KeyboardInterrupt
 
     before = snapshot(tmp_path)
-    monkeypatch.setattr("diffllama.conversion.engine.model_card", interrupt)
+    monkeypatch.setattr("diffllama.conversion.engine.updated_card", interrupt)
     status, _ = call(capsys, "convert", source, tmp_path / "dest", "--from", "llama")
     assert status == 130
     assert snapshot(tmp_path) == before
