@@ -97,18 +97,13 @@ class ModelFacts:
         """Whether the folder has a diffllama model, and not one converted into another format."""
         return self.conversion is None or self.conversion["result"]["format"] == self.config.model_type
 
-    def cache_bytes(self, tokens: int, sliding: bool = False) -> int:
-        """Bytes of the KV cache of a sequence in the dtype of the weights.
-
-        Args:
-            tokens: its length.
-            sliding: whether to count the layers with a sliding window, or those without.
-        """
-        layers = (self.config.layer_types or []).count("sliding_attention" if sliding else "full_attention")
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values in the cache for a token in a layer, in the dtype of the weights."""
         heads, width = self.config.num_key_value_heads, self.config.head_dim
         assert heads is not None  # set when the configuration is created, as is the next
         assert width is not None
-        return 2 * layers * heads * width * tokens * getattr(torch, self.dtype).itemsize
+        return 2 * heads * width * getattr(torch, self.dtype).itemsize
 
 
 def model_card(
