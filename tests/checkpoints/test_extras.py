@@ -5,7 +5,7 @@ import pytest
 from diffllama.checkpoints.extras import needs
 
 
-def test_a_missing_package_is_named_with_what_to_install() -> None:
+def test_missing_package_is_named_with_what_to_install() -> None:
     with pytest.raises(ModuleNotFoundError) as raised, needs("eval"):
         import no_such_package  # noqa: F401 # it fails
     assert str(raised.value) == ("No module named 'no_such_package'. In a clone of diffllama: pip install '.[eval]'")

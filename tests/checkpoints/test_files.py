@@ -35,7 +35,7 @@ def test_paths_are_made_absolute(name: str, tmp_path: Path, monkeypatch: pytest.
     assert asked == []
 
 
-def test_a_repository_is_downloaded(asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repository_is_downloaded(asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert locate("some/model", "v1", ("*.json",)) == Path("/hub/snapshot")
     ((name, options),) = asked
@@ -45,7 +45,7 @@ def test_a_repository_is_downloaded(asked: list[Any], tmp_path: Path, monkeypatc
         locate("other/model", None, [])
 
 
-def test_a_file_is_replaced_in_one_step_and_keeps_its_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_replaced_in_one_step_and_keeps_its_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replaced = []
 
     def replace(new: str, file: Path, replace: Any = os.replace) -> None:
@@ -65,7 +65,7 @@ def test_a_file_is_replaced_in_one_step_and_keeps_its_mode(tmp_path: Path, monke
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_file_that_cannot_be_replaced_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_cannot_be_replaced_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*paths: Any) -> None:
         raise OSError("the disk is full")
 
@@ -77,7 +77,7 @@ def test_a_file_that_cannot_be_replaced_is_as_it_was(tmp_path: Path, monkeypatch
     assert {one.name: one.read_text() for one in tmp_path.iterdir()} == {"file": "1"}
 
 
-def test_what_a_killed_process_left_of_a_file_is_removed(tmp_path: Path) -> None:
+def test_leftover_of_a_killed_process_is_removed(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         os._exit(0)
@@ -92,7 +92,7 @@ def test_what_a_killed_process_left_of_a_file_is_removed(tmp_path: Path) -> None
     assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "file", *others])
 
 
-def test_a_lock_keeps_others_out_and_leaves_nothing(tmp_path: Path) -> None:
+def test_lock_keeps_others_out_and_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "run"
     with locked(folder, "name another"):
         says = r"Another run is writing into .*run: wait for its end, or name another\."

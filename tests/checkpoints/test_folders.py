@@ -43,7 +43,7 @@ def test_folders_appear_where_the_blocks_began_when_they_end(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o002, 0o077], ids=oct)
-def test_the_folder_has_the_usual_permissions(mask: int, tmp_path: Path) -> None:
+def test_folder_has_the_usual_permissions(mask: int, tmp_path: Path) -> None:
     before = os.umask(mask)
     try:
         (tmp_path / "usual").mkdir()
@@ -56,7 +56,7 @@ def test_the_folder_has_the_usual_permissions(mask: int, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_block_that_fails_changes_nothing(overwrite: bool, error: type[BaseException], dest: Path) -> None:
+def test_block_that_fails_changes_nothing(overwrite: bool, error: type[BaseException], dest: Path) -> None:
     def fail() -> None:
         with new_folder(dest if overwrite else dest.with_name("other"), overwrite) as folder:
             (folder / "new").write_text("new")
@@ -90,7 +90,7 @@ def test_exception_while_the_folder_is_replaced_changes_nothing(
     assert snapshot(dest.parent) == before
 
 
-def test_a_folder_that_was_filled_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+def test_folder_that_was_filled_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     def be_slow() -> None:
         with new_folder(tmp_path / "dest"):
             (tmp_path / "dest").mkdir()
@@ -101,7 +101,7 @@ def test_a_folder_that_was_filled_meanwhile_is_not_replaced(tmp_path: Path) -> N
     assert snapshot(tmp_path) == {"dest": None, "dest/other": b"another process was faster"}
 
 
-def test_a_link_to_a_folder_stays_and_the_folder_is_replaced(dest: Path) -> None:
+def test_link_to_a_folder_stays_and_the_folder_is_replaced(dest: Path) -> None:
     (dest.parent / "disk").mkdir()
     moved = dest.rename(dest.parent / "disk" / "model")
     dest.symlink_to(moved)
@@ -151,7 +151,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_never_replaced(name: str, dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_is_no_model_is_never_replaced(name: str, dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare, place, message = REFUSED[name]
     monkeypatch.chdir(dest.parent)
     prepare(dest.parent)
@@ -162,7 +162,7 @@ def test_what_is_never_replaced(name: str, dest: Path, monkeypatch: pytest.Monke
     assert snapshot(dest.parent) == before
 
 
-def test_a_model_folder_is_replaced_only_on_request_and_a_missing_one_is_free(dest: Path) -> None:
+def test_model_folder_is_replaced_only_on_request_and_a_missing_one_is_free(dest: Path) -> None:
     for check in (check_free, lambda *given: new_folder(*given).__enter__()):
         with pytest.raises(FileExistsError, match=r"not empty\..*--overwrite"):
             check(dest, False)
@@ -171,7 +171,7 @@ def test_a_model_folder_is_replaced_only_on_request_and_a_missing_one_is_free(de
     assert snapshot(dest.parent) == {"dest": None, "dest/config.json": b"old"}
 
 
-def test_what_is_not_a_models_is_listed_before_and_when_it_is_lost(
+def test_files_beside_the_models_are_listed_before_and_when_they_are_lost(
     dest: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("model.safetensors", "tokenizer.json", "modeling_diffllama.py", "optimizer.pt", "notes/thesis.tex"):
@@ -232,7 +232,7 @@ def replace_and_be_killed(dest: Path, moment: str) -> None:
         ("while the old one is removed", NEW),
     ],
 )
-def test_the_next_run_removes_what_a_killed_one_left_and_loses_nothing(
+def test_next_run_removes_what_a_killed_one_left_and_loses_nothing(
     moment: str, stands: dict[str, bytes], dest: Path
 ) -> None:
     replace_and_be_killed(dest, moment)
@@ -245,7 +245,7 @@ def test_the_next_run_removes_what_a_killed_one_left_and_loses_nothing(
     assert list(dest.parent.iterdir()) == [dest]
 
 
-def test_what_was_being_replaced_is_replaced_by_the_next_run(dest: Path) -> None:
+def test_replacement_by_a_killed_run_is_done_by_the_next_one(dest: Path) -> None:
     for _ in range(2):
         replace_and_be_killed(dest, "after the old one is moved")
     faster = dest.with_name("faster")  # an old folder comes back only where nothing stands
@@ -264,7 +264,7 @@ def test_what_was_being_replaced_is_replaced_by_the_next_run(dest: Path) -> None
     assert list(dest.parent.iterdir()) == [dest]
 
 
-def test_the_folder_of_a_living_process_is_left_alone(dest: Path) -> None:
+def test_folder_of_a_living_process_is_left_alone(dest: Path) -> None:
     with new_folder(dest, overwrite=True) as folder:
         (folder / "config.json").write_text("new")
         remove_leftovers(dest)
@@ -287,9 +287,7 @@ def test_hidden_folders_of_others_are_left_alone(tmp_path: Path) -> None:
     assert len(before) - len(snapshot(tmp_path)) == 4
 
 
-def test_a_file_system_without_locks_is_written_to_and_never_tidied(
-    dest: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_system_without_locks_is_written_to_and_never_tidied(dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_and_be_killed(dest, "in the block")
     before = snapshot(dest.parent)
 

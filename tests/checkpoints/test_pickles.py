@@ -101,7 +101,7 @@ def test_other_content_than_floating_point_tensors_is_refused_by_name(fault: str
 
 
 @each_format
-def test_a_pickle_that_is_cut_off_anywhere_is_refused_by_name(
+def test_pickle_that_is_cut_off_anywhere_is_refused_by_name(
     to_file: Callable[[Path, Any], Path], tmp_path: Path
 ) -> None:
     content = to_file(tmp_path / "x.bin", {"a": randoms((40, 40)), "b": randoms((2,))}).read_bytes()
@@ -143,7 +143,7 @@ def test_damaged_pickles_are_read_or_refused(to_file: Callable[[Path, Any], Path
     ],
     ids=["garbage", "html", "plain pickle", "no zip"],
 )
-def test_what_is_no_pickle_of_torch_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
+def test_other_file_than_a_pickle_of_torch_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(content)
     assert f"\n  pytorch_model.bin: {reason}" in message(tmp_path)
 
@@ -165,7 +165,7 @@ def save_plain(file: Path, content: Any) -> Path:
 
 @ignore_protocols
 @pytest.mark.parametrize("to_file", [save, save_legacy, save_plain], ids=["zip", "legacy", "plain"])
-def test_a_pickle_with_code_is_refused_and_not_run(to_file: Callable[[Path, Any], Path], tmp_path: Path) -> None:
+def test_pickle_with_code_is_refused_and_not_run(to_file: Callable[[Path, Any], Path], tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     file = to_file(tmp_path / "x.bin", {"a": torch.ones(2), "evil": Evil(trace)})
     text = message(file)

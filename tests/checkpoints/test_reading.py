@@ -100,7 +100,7 @@ def test_reading_leaves_the_source_as_it_is_and_nothing_open(kind: str, tmp_path
 
 
 @pytest.mark.parametrize("left", [0, 5, "all but one byte"])
-def test_a_source_that_becomes_shorter_is_an_error(left: int | str, tmp_path: Path) -> None:
+def test_source_that_becomes_shorter_is_an_error(left: int | str, tmp_path: Path) -> None:
     save_file({name: randoms((3, 5), dtype) for name, dtype in DTYPES.items()}, tmp_path / SINGLE)
     checkpoint = open_checkpoint(tmp_path)
     os.truncate(tmp_path / SINGLE, left if isinstance(left, int) else (tmp_path / SINGLE).stat().st_size - 1)
@@ -111,7 +111,7 @@ def test_a_source_that_becomes_shorter_is_an_error(left: int | str, tmp_path: Pa
         checkpoint.read(last)
 
 
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     save_file({"a": A}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(FileNotFoundError, match=rf"{tmp_path.name} has no weights: no model\.safetensors or"):
@@ -143,7 +143,7 @@ BROKEN_INDICES = {
 
 
 @pytest.mark.parametrize("content", BROKEN_INDICES)
-def test_an_index_that_does_not_name_files_of_its_folder_is_refused(content: str, tmp_path: Path) -> None:
+def test_index_that_does_not_name_files_of_its_folder_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "src" / "sub").mkdir(parents=True)
     for place in (tmp_path, tmp_path / "src", tmp_path / "src" / "sub"):
         save_file({"a": A}, place / "x.safetensors")
@@ -152,7 +152,7 @@ def test_an_index_that_does_not_name_files_of_its_folder_is_refused(content: str
         open_checkpoint(tmp_path / "src")
 
 
-def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+def test_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
     sharded(tmp_path)
     _, second, third = shards(tmp_path)
     save_file({"a": A, "c": C}, second)
@@ -189,7 +189,7 @@ BROKEN: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_safetensors_file_is_refused_by_name(fault: str, tmp_path: Path) -> None:
+def test_broken_safetensors_file_is_refused_by_name(fault: str, tmp_path: Path) -> None:
     save_file({"a": A}, tmp_path / SINGLE)
     sound = (tmp_path / SINGLE).read_bytes()
     (tmp_path / SINGLE).write_bytes(BROKEN[fault](sound))
@@ -198,7 +198,7 @@ def test_a_broken_safetensors_file_is_refused_by_name(fault: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", [SINGLE, "pytorch_model.bin"])
-def test_a_pointer_of_git_lfs_is_called_by_its_name(name: str, tmp_path: Path) -> None:
+def test_pointer_of_git_lfs_is_called_by_its_name(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9000\n")
     assert f"{name}: is a pointer to the file, which git-lfs has not downloaded" in message(tmp_path)
 
@@ -206,7 +206,7 @@ def test_a_pointer_of_git_lfs_is_called_by_its_name(name: str, tmp_path: Path) -
 # SHA-256
 
 
-def test_the_sha256_is_that_of_an_index_a_header_or_else_the_file(tmp_path: Path) -> None:
+def test_sha256_is_that_of_an_index_a_header_or_else_the_file(tmp_path: Path) -> None:
     def expect(place: Path, content: bytes) -> None:
         assert open_checkpoint(place).index_sha256 == hashlib.sha256(content).hexdigest()
 
@@ -239,7 +239,7 @@ def test_the_sha256_is_that_of_an_index_a_header_or_else_the_file(tmp_path: Path
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 @pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
-def test_a_value_that_is_no_number_is_seen_wherever_it_is(value: float, dtype: torch.dtype) -> None:
+def test_value_that_is_no_number_is_seen_wherever_it_is(value: float, dtype: torch.dtype) -> None:
     for size in (1, 7, 100):
         values = randoms((size,), dtype)
         assert is_finite(values)
@@ -280,7 +280,7 @@ class TestFingerprint:
         assert len({self.of(weights, tmp_path) for weights in different}) == 5
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-    def test_a_cast_that_changes_no_value_does_not_count(self, dtype: torch.dtype, tmp_path: Path) -> None:
+    def test_cast_that_changes_no_value_does_not_count(self, dtype: torch.dtype, tmp_path: Path) -> None:
         narrow = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
         assert self.of({"a": narrow}, tmp_path) == self.of({"a": narrow.float()}, tmp_path)
         wide = narrow.float() * (1 + 1e-6)

@@ -27,7 +27,7 @@ class TestCommit:
             ["git", "-C", package, *name, *arguments], capture_output=True, text=True, check=True
         ).stdout.strip()
 
-    def test_a_clone_asks_git_and_says_whether_the_code_was_changed(self, package: Path) -> None:
+    def test_clone_asks_git_and_says_whether_the_code_was_changed(self, package: Path) -> None:
         self.git(package, "init", "-q")
         self.git(package, "add", ".")
         self.git(package, "commit", "-qm", "a")
@@ -37,13 +37,13 @@ class TestCommit:
         versions.commit.cache_clear()
         assert versions.commit() == f"{head} with changes"
 
-    def test_a_package_that_lies_in_somebody_elses_clone_does_not_take_its_commit(self, package: Path) -> None:
+    def test_package_that_lies_in_somebody_elses_clone_does_not_take_its_commit(self, package: Path) -> None:
         self.git(package, "init", "-q")
         self.git(package, "commit", "-qm", "empty", "--allow-empty")
         (package / "_commit.txt").write_text("built of this\n")
         assert versions.commit() == "built of this"
 
-    def test_an_installation_from_a_repository_knows_its_commit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_installation_from_a_repository_knows_its_commit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class Distribution:
             def read_text(self, name: str) -> str:
                 assert name == "direct_url.json"

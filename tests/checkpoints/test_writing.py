@@ -47,7 +47,7 @@ from support.weight_files import (
     ),
     max_shard_size=st.sampled_from(["5GB", 200, 1]),
 )
-def test_what_is_written_is_read_bit_for_bit(
+def test_written_tensors_are_read_bit_for_bit(
     tensors: dict[str, tuple[torch.dtype, list[int]]], max_shard_size: int | str
 ) -> None:
     weights = {name: randoms(tuple(shape), dtype, i) for i, (name, (dtype, shape)) in enumerate(tensors.items())}
@@ -88,7 +88,7 @@ def test_single_file_has_its_name_no_index_and_the_usual_permissions(tmp_path: P
 
 
 @only_linux
-def test_a_disk_that_is_full_is_an_error(tmp_path: Path) -> None:
+def test_disk_that_is_full_is_an_error(tmp_path: Path) -> None:
     import resource
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -122,7 +122,7 @@ def test_transformers_loads_the_shards(tmp_path: Path) -> None:
     assert all_same(loaded.state_dict(), LlamaForCausalLM.from_pretrained(source).state_dict())
 
 
-def test_a_tensor_larger_than_a_shard_has_one_of_its_own(tmp_path: Path) -> None:
+def test_tensor_larger_than_a_shard_has_one_of_its_own(tmp_path: Path) -> None:
     weights = {"a": randoms((2,)), "large": randoms((50,)), "b": randoms((2,)), "c": randoms((2,))}
     write_shards(tmp_path, as_they_are(in_memory(weights)), in_memory(weights), max_shard_size=100)
     assert sorted(sorted(load_file(file)) for file in tmp_path.glob("*.safetensors")) == [["a", "b", "c"], ["large"]]
@@ -178,7 +178,7 @@ def test_nonfinite_weights_are_not_written_and_all_of_them_are_named(tmp_path: P
         write_shards(tmp_path, as_they_are(checkpoint), checkpoint)
 
 
-def test_a_tensor_that_overflows_is_named_with_its_source(tmp_path: Path) -> None:
+def test_tensor_that_overflows_is_named_with_its_source(tmp_path: Path) -> None:
     checkpoint, narrow = (in_memory({"a": torch.tensor([40_000.0], dtype=d)}) for d in (torch.float32, torch.float16))
     rule = Rule("b", (lambda tensor, config: tensor * 2,))
     for source, dtype in ((checkpoint, torch.bfloat16), (checkpoint, torch.float32), (narrow, torch.bfloat16)):
@@ -190,11 +190,11 @@ def test_a_tensor_that_overflows_is_named_with_its_source(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("size", "expected"), [(60_000, 60_000), ("60000", 60_000), ("60KB", "60KB")])
-def test_the_size_of_shards_is_bytes_or_a_text_with_a_unit(size: int | str, expected: int | str) -> None:
+def test_size_of_shards_is_bytes_or_a_text_with_a_unit(size: int | str, expected: int | str) -> None:
     assert shard_size(size) == expected
 
 
 @pytest.mark.parametrize("size", ["0", "0GB", "-5GB", "5 apples", -1])
-def test_a_size_that_is_none_is_refused(size: int | str) -> None:
+def test_size_that_is_none_is_refused(size: int | str) -> None:
     with pytest.raises(ValueError, match=r"`max_shard_size` must be a number of bytes or a text like '5GB', got"):
         shard_size(size)

@@ -199,7 +199,7 @@ def test_classifier_is_exported_as_a_classifier(tmp_path: Path) -> None:
     assert ModelCard.load(folder / "README.md").data.pipeline_tag == "text-classification"
 
 
-def test_what_must_not_be_published_is_removed(source: Path, tmp_path: Path) -> None:
+def test_private_paths_and_code_of_others_are_not_exported(source: Path, tmp_path: Path) -> None:
     """Code of others, fields that run more code, and local paths, also those in a card of peft."""
     more = {"_attn_implementation": "evil/kernel", "custom_pipelines": {"x": {"impl": "evil.P"}}}
     edit(source, auto_map={name: f"alice/model--{reference}" for name, reference in AUTO_MAP.items()}, **more)

@@ -89,7 +89,7 @@ def test_other_file_is_named(content: str, tmp_path: Path) -> None:
         evaluation_rows([tmp_path])
 
 
-def test_a_path_without_results_is_named(tmp_path: Path) -> None:
+def test_path_without_results_is_named(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(FileNotFoundError, match=str(path)):
             evaluation_rows([path])
