@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from diffllama.checkpoints.files import leads_out
 from diffllama.checkpoints.json_files import load_json
-from diffllama.hub_cards.findings import Check, Finding, note
+from diffllama.hub_cards.findings import Check, Finding, Rule, note
 from diffllama.hub_cards.sanitize import LOCAL_PATH, contains_local_path, json_strings, json_words
 from diffllama.hub_cards.secrets import SECRET_FIELDS, decode, find_secrets
 
@@ -148,7 +148,7 @@ def check_file(file: Path, folder: Path) -> Check[None]:
     yield from check_text(name, data, kind)
 
 
-def forbidden_format(file: Path, data: bytes, kind: str | None) -> tuple[str, str] | None:
+def forbidden_format(file: Path, data: bytes, kind: str | None) -> tuple[str, Rule] | None:
     """Message and rule for a pickle, program or archive; `None` for other files."""
     if file.suffix.lower() in PICKLES:
         return "has the suffix of a pickle, which can execute code when it is loaded", "pickle"

@@ -8,41 +8,17 @@ from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from diffllama.checkpoints.errors import DiffLlamaError
 
 
-RULES = {
-    "adapter": "a PEFT adapter beside the model, which makes transformers load the adapter's base model",
-    "archive": "a compressed file or an archive",
-    "auto-map": "`auto_map` names code other than this package's",
-    "card": "README.md and its metadata",
-    "code": "code that transformers cannot load from the Hub",
-    "code-differs": "code that is not this package's",
-    "config": "config.json does not load",
-    "config-field": "a field of config.json that makes transformers load or run something else",
-    "content": "a file's content does not match its name",
-    "generation": "generation_config.json",
-    "hidden-file": "a hidden file, which `push` does not upload",
-    "json": "an invalid JSON file",
-    "licence": "no licence",
-    "limits": "reading the file takes too much time or memory, or crashes",
-    "link": "a link to a folder, to nothing or out of the folder",
-    "non-finite": "NaN or infinite weights",
-    "other-code": "a Python file that is not part of the model",
-    "path": "a local path",
-    "pickle": "a pickle, which can execute code when it is loaded",
-    "program": "a program or a script",
-    "secret": "a token, key or password",
-    "size": "a text file that is too large to be searched",
-    "special-file": "a pipe, socket or device",
-    "template": "a chat template that fails or uses Python's internals",
-    "tokenizer": "the tokenizer does not load or does not fit the model",
-    "unknown-file": "a file that is not part of a model folder",
-    "weights": "weights are missing, damaged or do not match config.json",
-}
-"""Rule -> what it is about."""
+Rule = Literal[
+    "adapter", "archive", "auto-map", "card", "code", "code-differs", "config", "config-field", "content",
+    "generation", "hidden-file", "json", "licence", "limits", "link", "non-finite", "other-code", "path", "pickle",
+    "program", "secret", "size", "special-file", "template", "tokenizer", "unknown-file", "weights",
+]  # fmt: skip
+"""What a finding is about."""
 
 
 class FolderError(DiffLlamaError):
@@ -56,13 +32,13 @@ class Finding:
     Attributes:
         file: path of the file within the folder.
         message: a description.
-        rule: one of `RULES`. `allow` takes FILE:RULE.
+        rule: what it is about. `allow` takes FILE:RULE.
         severity: "error" if the folder must not be published as it is; "note" for information.
     """
 
     file: str
     message: str
-    rule: str
+    rule: Rule
     severity: Literal["error", "note"] = "error"
 
     def __str__(self) -> str:
@@ -74,7 +50,7 @@ Check = Generator[Finding | str, None, T]
 """Yields findings, and the name of each file before it is read. Returns what it has loaded, if anything."""
 
 
-def note(file: str, message: str, rule: str) -> Finding:
+def note(file: str, message: str, rule: Rule) -> Finding:
     """A finding for information."""
     return Finding(file, message, rule, "note")
 
@@ -101,10 +77,9 @@ def check_arguments(
         raise ValueError(f"A pull request goes to the main branch: use `create_pr` or `revision` ({revision!r}).")
     for entry in allow:
         file, _, rule = entry.rpartition(":")
-        if not file or rule not in RULES:
-            raise ValueError(
-                f"`allow` must be FILE:RULE as printed by `check`, got {entry!r}. Rules: {', '.join(RULES)}"
-            )
+        if not file or rule not in get_args(Rule):
+            rules = ", ".join(get_args(Rule))
+            raise ValueError(f"`allow` must be FILE:RULE as printed by `check`, got {entry!r}. Rules: {rules}")
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"{folder} is not a folder. Name a folder with a model.")
 

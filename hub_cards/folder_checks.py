@@ -22,7 +22,7 @@ from diffllama.checkpoints.tensor_values import is_finite
 from diffllama.hub_cards.cards import CARD, TASKS, parse_metadata, read_card
 from diffllama.hub_cards.code import code_differences, folder_code, package_code
 from diffllama.hub_cards.file_checks import check_file, kind_of, list_files, uploaded_files
-from diffllama.hub_cards.findings import Check, Finding, T, note
+from diffllama.hub_cards.findings import Check, Finding, Rule, T, note
 from diffllama.hub_cards.sanitize import contains_local_path, json_strings
 from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP, DiffLlamaConfig
 
@@ -82,7 +82,7 @@ def inspect_code(folder: Path) -> Iterator[Finding | str]:
             yield from guarded(name, "content", check_file(folder / name, folder))
 
 
-def guarded(name: str, rule: str, check: Check[T]) -> Check[T | None]:
+def guarded(name: str, rule: Rule, check: Check[T]) -> Check[T | None]:
     """The name of a file, then what a check yields. An exception of the check becomes a finding."""
     yield name
     try:
