@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -13,28 +14,43 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
-from typer.core import TyperGroup
 
 from diffllama.checkpoints.extras import needs
 from diffllama.checkpoints.options import DType
-from diffllama.evaluation.probes import PROBES, probe_class, settings_class
-from diffllama.evaluation.settings import Device
+from diffllama.evaluation.probes import probe_class
+from diffllama.evaluation.settings import PROBES, Device, Settings
 
 
-OPTIONS: dict[str, tuple[Any, Any]] = {
-    "compare": (
-        Annotated[tuple[str, str] | None, typer.Option(metavar="A B", help="Measure two models on the same samples.")],
-        None,
-    ),
-    "dtype": (Annotated[DType, typer.Option(help="Of the computation; auto is the checkpoint's.")], "auto"),
-    "device": (Device, None),
-    "revision": (Annotated[str | None, typer.Option(help="Branch, tag or commit of a repository.")], None),
-    "trust_remote_code": (
-        Annotated[bool, typer.Option("--trust-remote-code", help="Run code of the model's folder; ours needs none.")],
-        False,
-    ),
-}
-"""Options of the probes that load models -> their type and default."""
+@dataclass(kw_only=True)
+class ModelOptions:
+    """Of the probes that load models: which ones, and how."""
+
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder, or repository owner/name.")] = None
+    compare: Annotated[
+        tuple[str, str] | None, typer.Option(metavar="A B", help="Measure two models on the same samples.")
+    ] = None
+    dtype: Annotated[DType, typer.Option(help="Of the computation; auto is the checkpoint's.")] = "auto"
+    device: Device = None
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repository.")] = None
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code of the model's folder; ours needs none.")
+    ] = False
+
+
+@dataclass(kw_only=True)
+class DataOptions:
+    """Of the probes that read data."""
+
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="DIFFLLAMA_DATA",
+            help="File or folder with its data, or a folder of such folders; a built-in sample by default.",
+        ),
+    ] = None
+
+
+Output = Annotated[Path, typer.Option(help="Folder for results.json, figure.png and the samples.")]
 
 
 def rounded(number: float) -> str:
@@ -53,23 +69,18 @@ def tables(report: Any) -> Iterator[Table]:
     kinds: dict[tuple[str, ...], list[Any]] = {}
     for row in report.rows:
         kinds.setdefault(tuple(row["condition"]), []).append(row)
-    yield from (table(rows, report.names) for rows in kinds.values())
-
-
-def table(rows: list[Any], names: list[str]) -> Table:
-    """The table of rows whose conditions have the same fields."""
-    conditions = list(rows[0]["condition"])
-    metrics = list(dict.fromkeys(name for row in rows for numbers in row["models"] for name in numbers))
-    groups = list(names) if len(names) > 1 else [""]
-    groups += ["difference"] * any("difference" in row for row in rows)
-    headers = [f"{metric}\n{group}".strip() for metric in metrics for group in groups]
-    grid = Table(*conditions, Column("samples", justify="right"), *(Column(name, justify="right") for name in headers))
-    for row in rows:
-        columns = [*row["models"], *([row["difference"]] if "difference" in row else [])]
-        values = [shown(numbers[metric]) if metric in numbers else "" for metric in metrics for numbers in columns]
-        about = [rounded(value) if isinstance(value, float) else str(value) for value in row["condition"].values()]
-        grid.add_row(*about, f"{row['samples']:,}", *values)
-    return grid
+    for conditions, rows in kinds.items():
+        metrics = list(dict.fromkeys(name for row in rows for numbers in row["models"] for name in numbers))
+        groups = list(report.names) if len(report.names) > 1 else [""]
+        groups += ["difference"] * any("difference" in row for row in rows)
+        headers = [f"{metric}\n{group}".strip() for metric in metrics for group in groups]
+        table = Table(*conditions, *(Column(header, justify="right") for header in ("samples", *headers)))
+        for row in rows:
+            columns = [*row["models"], *([row["difference"]] if "difference" in row else [])]
+            values = [shown(numbers[metric]) if metric in numbers else "" for metric in metrics for numbers in columns]
+            about = [rounded(value) if isinstance(value, float) else str(value) for value in row["condition"].values()]
+            table.add_row(*about, f"{row['samples']:,}", *values)
+        yield table
 
 
 def short(names: list[str]) -> list[str]:
@@ -78,14 +89,29 @@ def short(names: list[str]) -> list[str]:
     return last if len(set(last)) == len(names) else names
 
 
-def command(name: str) -> Callable[..., None]:
-    """The function behind `diffllama probe NAME`, whose signature has the probe's settings."""
-    kind = settings_class(name)
+def parameters(kind: type[Any]) -> list[inspect.Parameter]:
+    """The fields of a dataclass as parameters of a function."""
+    hints = get_type_hints(kind, include_extras=True)
+    return [
+        inspect.Parameter(
+            setting.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=hints[setting.name],
+            default=setting.default if setting.default_factory is dataclasses.MISSING else setting.default_factory(),
+        )
+        for setting in dataclasses.fields(kind)
+    ]
 
-    def measure(model: Any = None, **options: Any) -> None:
+
+def command(kind: type[Settings]) -> Callable[..., None]:
+    """The function behind a probe's command, whose signature has the probe's settings."""
+
+    def measure(*, output: Path, data: Path | None = None, **options: Any) -> None:
         err = Console(stderr=True, soft_wrap=True, highlight=False)
-        output, data, compare = options.pop("output"), options.pop("data", None), options.pop("compare", None)
-        loading = {option: options.pop(option) for option in OPTIONS if kind.loads_models and option in options}
+        loading = {
+            option.name: options.pop(option.name) for option in dataclasses.fields(ModelOptions) if kind.loads_models
+        }
+        model, compare = loading.pop("model", None), loading.pop("compare", None)
         names = [name.rstrip("/") or name for name in compare or (model,) if name is not None]
         if kind.loads_models:
             if (model is None) == (compare is None):
@@ -93,25 +119,20 @@ def command(name: str) -> Callable[..., None]:
             if len({Path(name).resolve() for name in names}) < len(names):
                 raise typer.BadParameter(f"Name two models with --compare, not {names[0]} twice.")
         for option, value in options.items():
-            if any(
-                isinstance(number, float) and not math.isfinite(number)
-                for number in (value if isinstance(value, list) else [value])
-            ):
+            numbers = value if isinstance(value, list) else [value]
+            if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
                 raise typer.BadParameter(f"--{option.replace('_', '-')} must be a finite number.")
         with needs("eval"):  # from here on it takes seconds to import
             from transformers.utils import logging
 
-            from diffllama.evaluation.models import ModelSource
-            from diffllama.evaluation.runs import ModelSpec, run
+            from diffllama.evaluation.models import model_spec
+            from diffllama.evaluation.runs import run
 
-            probe = probe_class(name)(**options)
+            probe = probe_class(kind.command)(**options)
         logging.disable_progress_bar()
         if kind.loads_models:
-            sources = [ModelSource(name=name, **loading) for name in names]
-            specs = [
-                ModelSpec(name, source.facts(), source.load)
-                for name, source in zip(short([source.name for source in sources]), sources, strict=True)
-            ]
+            labels = zip(names, short(names), strict=True)
+            specs = [replace(model_spec(name, **loading), name=label) for name, label in labels]
         else:
             specs = probe.specs()
         columns = (
@@ -140,68 +161,26 @@ def command(name: str) -> Callable[..., None]:
             err.print("These are the built-in sample's numbers, which say little: name real data with --data.")
         out = Console(highlight=False, markup=False)
         wide = out.options.update(max_width=1000)
-        for rows_table in tables(report):
-            out.width = max(out.width, out.measure(rows_table, options=wide).maximum)  # no cell loses its number
-            out.print(rows_table)
+        for table in tables(report):
+            out.width = max(out.width, out.measure(table, options=wide).maximum)  # no cell loses its number
+            out.print(table)
         err.print(f"Wrote {output}", markup=False)
 
-    parameters: dict[str, tuple[Any, Any]] = {}
-    if kind.loads_models:
-        parameters["model"] = (
-            Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder, or repository owner/name.")],
-            None,
-        )
-        parameters |= OPTIONS
-    if kind.takes_data:
-        parameters["data"] = (
-            Annotated[
-                Path | None,
-                typer.Option(
-                    envvar="DIFFLLAMA_DATA",
-                    help="File or folder with its data, or a folder of such folders; a built-in sample by default.",
-                ),
-            ],
-            None,
-        )
-    parameters["output"] = (
-        Annotated[Path, typer.Option(help="Folder for results.json, figure.png and the samples.")],
-        Path("probes") / name,
-    )
-    hints = get_type_hints(kind, include_extras=True)
-    for setting in dataclasses.fields(kind):
-        default = setting.default_factory() if setting.default_factory is not dataclasses.MISSING else setting.default
-        parameters[setting.name] = (hints[setting.name], default)
-    measure.__signature__ = inspect.Signature(  # type: ignore[attr-defined] # functions may have one; typer reads it
-        [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
-            for name, (kind, default) in parameters.items()
-        ]
-    )
-    measure.__annotations__ = {name: kind for name, (kind, _) in parameters.items()}
-    measure.__doc__ = f"\n\nIn the paper: {kind.paper}."
+    default = Path("probes") / kind.command
+    output = inspect.Parameter("output", inspect.Parameter.KEYWORD_ONLY, annotation=Output, default=default)
+    signature = [
+        *(parameters(ModelOptions) if kind.loads_models else ()),
+        *(parameters(DataOptions) if kind.takes_data else ()),
+        output,
+        *parameters(kind),
+    ]
+    measure.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined] # functions may have one
+    measure.__annotations__ = {parameter.name: parameter.annotation for parameter in signature}
     return measure
 
 
-class ProbeGroup(TyperGroup):
-    """Builds a command only when it is run or asked for help."""
+probes = typer.Typer(no_args_is_help=True)
+"""`diffllama probe`."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        """All probes."""
-        return list(PROBES)
-
-    def get_command(self, ctx: Any, name: str) -> Any:
-        """A command with a probe's summary alone, for the list of commands; `None` if there is no such probe."""
-        return as_command(name, lambda: None) if name in PROBES else None
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command named by `args`, and the remaining arguments."""
-        if args and args[0] in PROBES:
-            return args[0], as_command(args[0], command(args[0])), args[1:]
-        return super().resolve_command(ctx, args)
-
-
-def as_command(name: str, function: Callable[..., None]) -> Any:
-    """A Typer command that calls `function`."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(name, help=f"{PROBES[name][1]}{function.__doc__ or ''}")(function)
-    return typer.main.get_command(app)
+for name, kind in PROBES.items():
+    probes.command(name, help=f"{kind.__doc__}\n\nIn the paper: {kind.paper}.")(command(kind))

@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-likelihoods of texts and of continuations, and greedy completions, in bounded memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +15,8 @@ from diffllama.evaluation.models import LoadedModel
 
 CHUNK = 1024
 """Tokens of a long text per forward pass, so that logits are never [n, vocabulary]."""
+
+K = TypeVar("K")
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
@@ -71,21 +75,24 @@ def likeliest(scores: Sequence[float] | np.ndarray, dtype: str, option: str = "-
     return int(np.argmax(scores))
 
 
-def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+def batches(lengths: Mapping[K, int], batch_tokens: int) -> Iterator[list[K]]:
     """Batches of sequences of equal length, longest first, of at most `batch_tokens` tokens or one sequence.
 
     Equal lengths need no padding, so no result depends on the other sequences of a batch.
 
+    Args:
+        lengths: of the sequences, by any key.
+        batch_tokens: most tokens of a batch.
+
     Yields:
-        Indices of sequences.
+        Keys of the sequences of a batch.
     """
-    by_length: dict[int, list[int]] = {}
-    for index, length in enumerate(lengths):
-        by_length.setdefault(length, []).append(index)
-    for length in sorted(by_length, reverse=True):
+    by_length: dict[int, list[K]] = {}
+    for key, length in lengths.items():
+        by_length.setdefault(length, []).append(key)
+    for length, keys in sorted(by_length.items(), key=itemgetter(0), reverse=True):
         rows = max(1, batch_tokens // max(1, length))
-        indices = by_length[length]
-        yield from (indices[start : start + rows] for start in range(0, len(indices), rows))
+        yield from (keys[start : start + rows] for start in range(0, len(keys), rows))
 
 
 @torch.inference_mode()
@@ -109,7 +116,7 @@ def continuation_log_probs(
         whole = loaded.prefix + loaded.encode(stripped + context[len(stripped) :] + continuation)
         rows.append(whole)
         starts.append(max(1, min(len(before), len(whole) - 1)))  # a model says nothing about its first token
-    for indices in batches([len(row) for row in rows], batch_tokens):
+    for indices in batches(dict(enumerate(map(len, rows))), batch_tokens):
         ids = torch.tensor([rows[index] for index in indices], device=loaded.model.device)
         first = min(starts[index] for index in indices)
         logits = loaded.model(ids, use_cache=False, logits_to_keep=ids.shape[1] - first + 1).logits[:, :-1]
@@ -142,27 +149,27 @@ class Stop(StoppingCriteria):
 @torch.inference_mode()
 def completions(
     loaded: LoadedModel,
-    prompts: Sequence[list[int]],
+    prompts: Mapping[K, list[int]],
     max_new_tokens: int,
     batch_tokens: int = 4096,
     stop: Sequence[str] = (),
-) -> Iterator[tuple[int, str]]:
+) -> Iterator[tuple[K, str]]:
     """Greedy completions of prompts, batch by batch.
 
     Args:
         loaded: model and tokenizer.
-        prompts: their token ids.
+        prompts: their token ids, by any key.
         max_new_tokens: longest completion.
         batch_tokens: most prompt tokens of a batch.
         stop: strings; a completion ends before the first of them.
 
     Yields:
-        Index of the prompt and the text that follows it, without special tokens.
+        Key of the prompt and the text that follows it, without special tokens.
     """
     tokenizer = loaded.tokenizer
     pad = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
-    for indices in batches([len(prompt) for prompt in prompts], batch_tokens):
-        ids = torch.tensor([prompts[index] for index in indices], device=loaded.model.device)
+    for keys in batches({key: len(prompt) for key, prompt in prompts.items()}, batch_tokens):
+        ids = torch.tensor([prompts[key] for key in keys], device=loaded.model.device)
         generated = loaded.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -174,6 +181,6 @@ def completions(
             pad_token_id=pad,
             stopping_criteria=[Stop(stop, tokenizer, ids.shape[1])] if stop else None,
         )
-        for index, row in zip(indices, generated[:, ids.shape[1] :], strict=True):
+        for key, row in zip(keys, generated[:, ids.shape[1] :], strict=True):
             text = tokenizer.decode(row, skip_special_tokens=True)
-            yield index, text[: min((at for string in stop if (at := text.find(string)) >= 0), default=None)]
+            yield key, text[: min((at for string in stop if (at := text.find(string)) >= 0), default=None)]

@@ -3,8 +3,8 @@
 """Models to measure: any causal language model of transformers, differential or not, with its tokenizer."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def digest(path: Path, patterns: tuple[str, ...] = ("**/*",)) -> str:
     return total.hexdigest()
 
 
-def device(name: str | None) -> torch.device:
+def available_device(name: str | None) -> torch.device:
     """The named device; by default the first GPU, or the CPU.
 
     Raises:
@@ -89,10 +89,40 @@ class LoadedModel:
         """Token ids as [1, n] on the model's device."""
         return torch.tensor([ids], device=self.model.device)
 
+    def facts(self) -> dict[str, Any]:
+        """What a report says of it."""
+        config = self.model.config
+        return {
+            "model_type": config.model_type,
+            "variant": getattr(config, "diff_variant", None),
+            "parameters": self.model.num_parameters(),
+            "positions": getattr(config.get_text_config(), "max_position_embeddings", None),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": str(self.model.device),
+            "attention": config._attn_implementation,
+        }
 
-@dataclass(frozen=True, kw_only=True)
-class ModelSource:
-    """Where a model comes from and how it is loaded.
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model of a run, loaded only when its turn comes: its name, what identifies it, and how to load it."""
+
+    name: str
+    facts: dict[str, Any]
+    load: Callable[[], Any]
+
+
+def model_spec(
+    name: str,
+    *,
+    dtype: DType = "auto",
+    device: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> ModelSpec:
+    """A model and its tokenizer, downloaded now if necessary, to be loaded later, with weights in safetensors.
+
+    Its facts are its name, the commit of a repository, the SHA-256 of its files, and how it is loaded.
 
     Args:
         name: folder, or repository `owner/name` of the Hub.
@@ -100,59 +130,33 @@ class ModelSource:
         device: torch's name for it; by default the first GPU, or the CPU.
         revision: branch, tag or commit of a repository.
         trust_remote_code: whether code in the folder may run; a differential Llama needs none.
+
+    Raises:
+        FileNotFoundError: there is no such folder with a configuration, and no such repository.
+        ValueError: a revision of a folder, or torch cannot compute on the device. When loading: the model cannot be
+            loaded, weights are missing, or the tokenizer is another model's.
     """
+    folder = locate(name, revision, OWN_FILES)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{name or 'An empty name'} is not a folder with a config.json. Name a model's folder.")
+    place = available_device(device)
+    commit = {"commit": folder.name} if folder.parent.name == "snapshots" else {}
+    options = {"trust_remote_code": trust_remote_code}
+    facts = {"name": name, **commit, "sha256": digest(folder, OWN_FILES), "dtype": dtype, "device": place.type}
 
-    name: str
-    dtype: DType = "auto"
-    device: str | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
-
-    @cached_property
-    def folder(self) -> Path:
-        """The folder, or the snapshot of the Hub repository, downloaded if necessary.
-
-        Raises:
-            FileNotFoundError: there is no such folder with a configuration, and no such repository.
-            ValueError: a revision of a folder.
-        """
-        folder = locate(self.name, self.revision, OWN_FILES)
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(
-                f"{self.name or 'An empty name'} is not a folder with a config.json. Name a model's folder."
-            )
-        return folder
-
-    @property
-    def place(self) -> torch.device:
-        """The device."""
-        return device(self.device)
-
-    def facts(self) -> dict[str, Any]:
-        """What identifies the model in a report: its name, the commit of a repository, the SHA-256 of its files."""
-        folder = self.folder
-        commit = {"commit": folder.name} if folder.parent.name == "snapshots" else {}
-        files = {"sha256": digest(folder, OWN_FILES)}
-        chosen = {"dtype": self.dtype, "device": self.place.type, "trust_remote_code": self.trust_remote_code}
-        return {"name": self.name, **commit, **files, **chosen}
-
-    def load(self) -> LoadedModel:
-        """The model in evaluation mode, and its tokenizer. Weights are in safetensors, as `facts` expects them.
-
-        Raises:
-            ValueError: they cannot be loaded, weights are missing, or the tokenizer is another model's.
-        """
-        options = {"trust_remote_code": self.trust_remote_code}
+    def load() -> LoadedModel:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.folder, **options)
+            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
             model, loading_info = AutoModelForCausalLM.from_pretrained(
-                self.folder, dtype=self.dtype, use_safetensors=True, output_loading_info=True, **options
+                folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
             )
         except Exception as error:  # whatever a library raises on a broken folder
-            raise ValueError(f"{self.name} cannot be loaded, with weights in safetensors: {error}") from error
+            raise ValueError(f"{name} cannot be loaded, with weights in safetensors: {error}") from error
         if missing := sorted(map(str, {*loading_info["missing_keys"], *loading_info["mismatched_keys"]})):
-            raise ValueError(f"{self.name} lacks {len(missing)} of its model's weights: {', '.join(missing[:3])}, …")
+            raise ValueError(f"{name} lacks {len(missing)} of its model's weights: {', '.join(missing[:3])}, …")
         embeddings = model.get_input_embeddings().num_embeddings
         if len(tokenizer) > embeddings:
-            raise ValueError(f"{self.name} has {embeddings:,} embeddings for a tokenizer of {len(tokenizer):,} tokens.")
-        return LoadedModel(name=self.name, model=model.to(self.place).eval(), tokenizer=tokenizer)
+            raise ValueError(f"{name} has {embeddings:,} embeddings for a tokenizer of {len(tokenizer):,} tokens.")
+        return LoadedModel(name=name, model=model.to(place).eval(), tokenizer=tokenizer)
+
+    return ModelSpec(name, facts | options, load)

@@ -28,15 +28,12 @@ from diffllama import evaluation, modeling_diff
 from diffllama.checkpoints.files import locked, replace_file
 from diffllama.checkpoints.versions import versions
 from diffllama.evaluation.datasets.data import Source, find
-from diffllama.evaluation.models import LoadedModel, digest
+from diffllama.evaluation.models import LoadedModel, ModelSpec, digest
 from diffllama.evaluation.settings import Settings
 
 
 RESAMPLES = 1000
 """Bootstrap resamples of each interval."""
-
-RESAMPLES_AT_ONCE = 100
-"""Computed together, which bounds memory."""
 
 FEWEST = 6
 """Averages of fewer samples have no interval. A percentile interval never reaches beyond the smallest and the largest
@@ -119,7 +116,7 @@ class Probe(Settings, ABC, Generic[S]):
         """The name of its data, as in `find`."""
         raise NotImplementedError
 
-    def specs(self) -> "list[ModelSpec]":
+    def specs(self) -> list[ModelSpec]:
         """The models to measure, of a probe that makes them itself."""
         raise NotImplementedError
 
@@ -151,35 +148,20 @@ class Probe(Settings, ABC, Generic[S]):
 
 
 @dataclass(frozen=True)
-class ModelSpec:
-    """A model of a run, loaded only when its turn comes: its name, what identifies it, and how to load it."""
-
-    name: str
-    facts: dict[str, Any]
-    load: Callable[[], Any]
-
-
-@dataclass(frozen=True)
 class Report:
     """The result of a run.
 
     Args:
-        probe: the probe.
         names: of the models.
         rows: the numbers.
         outcomes: for each model, every sample's.
-        record: the rest of the JSON report.
+        record: the JSON report, with the rows.
     """
 
-    probe: Probe
     names: list[str]
     rows: list[Row]
     outcomes: list[dict[str, Outcome]]
     record: dict[str, Any]
-
-    def json(self) -> dict[str, Any]:
-        """The report without its samples."""
-        return self.record | {"rows": self.rows}
 
     def points(self, metric: str, rows: Iterable[Row] | None = None) -> dict[str, list[Any]]:
         """Values of a metric by model name, in `rows` or in all rows."""
@@ -218,76 +200,72 @@ def average(measured: Sequence[Mapping[str, Outcome]], *, seed: int, intervals: 
         seed: of the resampling.
         intervals: whether to resample.
     """
-    conditions: dict[str, tuple[Condition, list[dict[str, Measurement]]]] = {}
+    by_condition: dict[str, list[dict[str, Measurement]]] = {}
     for index, outcomes in enumerate(measured):
         for sample, outcome in outcomes.items():
             for measurement in outcome.measurements:
                 key = json.dumps(measurement.condition, sort_keys=True)
-                _, by_model = conditions.setdefault(key, (measurement.condition, [{} for _ in measured]))
+                models = by_condition.setdefault(key, [{} for _ in measured])
                 if measurement.weight:
-                    by_model[index][sample] = measurement
+                    models[index][sample] = measurement
     rows = []
-    for condition, by_model in conditions.values():
-        shared = sorted(set.intersection(*(set(samples) for samples in by_model)))
+    for models in by_condition.values():
+        shared = sorted(set.intersection(*(set(samples) for samples in models)))
         if not shared:
             continue
-        metrics = list(by_model[0][shared[0]].values)
+        first = models[0][shared[0]]
         values = np.array(
-            [[[model[name].values[metric] for name in shared] for model in by_model] for metric in metrics]
+            [[[model[name].values[metric] for name in shared] for model in models] for metric in first.values]
         )
-        weights = np.broadcast_to([[model[name].weight for name in shared] for model in by_model], values.shape)
-        numbers = [[{"mean": mean} for mean in models] for models in weighted_means(values, weights, -1).tolist()]
+        weights = np.broadcast_to([[model[name].weight for name in shared] for model in models], values.shape)
+        statistics = {"mean": weighted_means(values, weights, -1)}
         if intervals and len(shared) >= FEWEST:
             interval = bootstrap(
                 (values, weights),
                 weighted_means,
                 n_resamples=RESAMPLES,
-                batch=RESAMPLES_AT_ONCE,
+                batch=100,  # computed together, which bounds memory
                 paired=True,  # the same resamples for every model and metric
                 axis=-1,
                 confidence_level=CONFIDENCE,
                 method="percentile",
                 rng=np.random.default_rng(seed),
             ).confidence_interval
-            for index in np.ndindex(interval.low.shape):
-                numbers[index[0]][index[1]] |= {"low": float(interval.low[index]), "high": float(interval.high[index])}
-        by_metric = dict(zip(metrics, numbers, strict=True))
-        models = [{metric: column[index] for metric, column in by_metric.items()} for index in range(len(by_model))]
-        row: Row = {"condition": condition, "samples": len(shared), "models": models}
+            statistics |= {"low": interval.low, "high": interval.high}
+        columns = [
+            {
+                metric: {name: float(array[at, column]) for name, array in statistics.items()}
+                for at, metric in enumerate(first.values)
+            }
+            for column in range(statistics["mean"].shape[1])
+        ]
+        row: Row = {"condition": first.condition, "samples": len(shared), "models": columns[: len(models)]}
         if len(models) == 2:
-            row["difference"] = {metric: column[2] for metric, column in by_metric.items()}
+            row["difference"] = columns[2]
         rows.append(row)
     return rows
 
 
 def averages_over(
-    name: str, measured: Sequence[Mapping[str, Outcome]], unit: Callable[[str, Outcome], str]
-) -> list[dict[str, Outcome]]:
+    name: str, outcomes: Mapping[str, Outcome], unit: Callable[[str, Outcome], str]
+) -> dict[str, Outcome]:
     """Outcomes of units, such as questions, that were measured at every value of one field of their conditions.
 
     Args:
         name: of the field, which the results' conditions lack.
-        measured: for each model, outcomes by sample, each of one measurement.
+        outcomes: of one model, by sample, each of one measurement.
         unit: what a sample, by its name and outcome, is a measurement of. It is another unit in another condition.
     """
-    results: list[dict[str, Outcome]] = []
-    for outcomes in measured:
-        by_unit: dict[str, tuple[Condition, list[dict[str, float]]]] = {}
-        for sample, outcome in outcomes.items():
-            (measurement,) = outcome.measurements
-            condition = {field: value for field, value in measurement.condition.items() if field != name}
-            key = f"{json.dumps(condition)} {unit(sample, outcome)}"
-            by_unit.setdefault(key, (condition, []))[1].append(measurement.values)
-        results.append(
-            {
-                key: Outcome(
-                    key,
-                    [Measurement(condition, {metric: fmean(x[metric] for x in values) for metric in values[0]})],
-                )
-                for key, (condition, values) in by_unit.items()
-            }
-        )
-    return results
+    by_unit: dict[str, tuple[Condition, list[dict[str, float]]]] = {}
+    for sample, outcome in outcomes.items():
+        (measurement,) = outcome.measurements
+        condition = {field: value for field, value in measurement.condition.items() if field != name}
+        key = f"{json.dumps(condition)} {unit(sample, outcome)}"
+        by_unit.setdefault(key, (condition, []))[1].append(measurement.values)
+    return {
+        key: Outcome(key, [Measurement(condition, {metric: fmean(x[metric] for x in values) for metric in values[0]})])
+        for key, (condition, values) in by_unit.items()
+    }
 
 
 def computed_by() -> dict[str, str]:
@@ -358,7 +336,7 @@ Progress = Callable[[str, int, int], None]
 
 def run(
     probe: Probe,
-    specs: Iterable[ModelSpec],
+    specs: Sequence[ModelSpec],
     *,
     output: Path,
     data: Path | None = None,
@@ -392,15 +370,37 @@ def run(
         if (output / name).is_dir():
             raise IsADirectoryError(f"{output / name} is a folder. Name another place with --output.")
     source = find(probe.dataset, data) if probe.takes_data else None
-    description = {
-        "probe": probe.command,
-        "paper": probe.paper,
-        "settings": dataclasses.asdict(probe),
-        "data": source.facts() if source else None,
-    }
+    notes: list[str] = []
+
+    def tell(text: str) -> None:
+        notes.append(text)
+        note(text)
+
     with locked(output, "name another folder with --output"):
-        report = measure(probe, list(specs), output, source, description, progress, note)
-        replace_file(output / "results.json", dumps(report.json(), indent=1) + "\n")
+        record: dict[str, Any] = {
+            "probe": probe.command,
+            "paper": probe.paper,
+            "settings": dataclasses.asdict(probe),
+            "data": source.facts() if source else None,
+            "versions": versions(),
+        }
+        header = record | {"computed_by": computed_by()}
+        stores = [
+            SampleStore(output / f"samples-{number}.jsonl", header | {"model": spec.facts})
+            for number, spec in enumerate(specs, 1)
+        ]
+        record |= {"notes": notes, "models": []}
+        outcomes = []
+        for spec, store in zip(specs, stores, strict=True):
+            measured, facts = measure(probe, spec, store, source, progress, tell)
+            outcomes.append(measured)
+            record["models"].append(spec.facts | facts)
+            gc.collect()  # before the next model takes memory
+        rows = probe.rows(outcomes)
+        if probe.intervals and any(row["samples"] < FEWEST for row in rows):
+            tell(f"Averages of fewer than {FEWEST} samples have no interval.")
+        report = Report([spec.name for spec in specs], rows, outcomes, record | {"rows": rows})
+        replace_file(output / "results.json", dumps(report.record, indent=1) + "\n")
         figure, image = Figure(), io.BytesIO()
         probe.draw(report, figure)
         figure.savefig(image, dpi=110, format="png")
@@ -410,63 +410,27 @@ def run(
 
 def measure(
     probe: Probe,
-    specs: Sequence[ModelSpec],
-    output: Path,
+    spec: ModelSpec,
+    store: SampleStore,
     source: Source | None,
-    description: dict[str, Any],
     progress: Progress,
-    note: Callable[[str], None],
-) -> Report:
-    """The report of a run whose folder is locked; see `run`."""
-    notes: list[str] = []
-
-    def tell(text: str) -> None:
-        notes.append(text)
-        note(text)
-
-    header = description | {"computed_by": computed_by(), "versions": versions()}
-    stores = [
-        SampleStore(output / f"samples-{number}.jsonl", header | {"model": spec.facts})
-        for number, spec in enumerate(specs, 1)
-    ]
-    outcomes, facts = [], []
-    for spec, store in zip(specs, stores, strict=True):
-        loaded = spec.load()
-        samples = probe.samples(source, loaded)
-        if isinstance(loaded, LoadedModel):
-            positions = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
-            tokens = probe.tokens_at_once(loaded, samples)
-            if positions and tokens > positions:
-                tell(
-                    f"{tokens:,} tokens are more than the {positions:,} positions of {spec.name} "
-                    "(`max_position_embeddings`), which it was not made for."
-                )
-        missing = {name: sample for name, sample in samples.items() if name not in store.outcomes}
-        progress(spec.name, len(samples) - len(missing), len(samples))
-        for outcome in probe.measure(loaded, missing) if missing else ():
-            store.add(outcome)
-            progress(spec.name, len(store.outcomes), len(samples))
-        outcomes.append({name: store.outcomes[name] for name in samples})
-        facts.append(spec.facts | (described(loaded) if isinstance(loaded, LoadedModel) else {}))
-        del loaded, samples, missing
-        gc.collect()  # before the next model takes memory
-    rows = probe.rows(outcomes)
-    if probe.intervals and any(row["samples"] < FEWEST for row in rows):
-        tell(f"Averages of fewer than {FEWEST} samples have no interval.")
-    names = [spec.name for spec in specs]
-    record = description | {"models": facts, "notes": notes, "versions": versions()}
-    return Report(probe, names, rows, outcomes, record)
-
-
-def described(loaded: LoadedModel) -> dict[str, Any]:
-    """Properties of a loaded model, for the report."""
-    config = loaded.model.config
-    return {
-        "model_type": config.model_type,
-        "variant": getattr(config, "diff_variant", None),
-        "parameters": loaded.model.num_parameters(),
-        "positions": getattr(config, "max_position_embeddings", None),
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
-        "device": str(loaded.model.device),
-        "attention": config._attn_implementation,
-    }
+    tell: Callable[[str], None],
+) -> tuple[dict[str, Outcome], dict[str, Any]]:
+    """Measure the samples that the store lacks: all outcomes, in the order of the samples, and facts of the model."""
+    loaded = spec.load()
+    samples = probe.samples(source, loaded)
+    facts = {}
+    if isinstance(loaded, LoadedModel):
+        facts = loaded.facts()
+        tokens, positions = probe.tokens_at_once(loaded, samples), facts["positions"]
+        if positions and tokens > positions:
+            tell(
+                f"{tokens:,} tokens are more than the {positions:,} positions of {spec.name} "
+                "(`max_position_embeddings`), which it was not made for."
+            )
+    missing = {name: sample for name, sample in samples.items() if name not in store.outcomes}
+    progress(spec.name, len(samples) - len(missing), len(samples))
+    for outcome in probe.measure(loaded, missing) if missing else ():
+        store.add(outcome)
+        progress(spec.name, len(store.outcomes), len(samples))
+    return {name: store.outcomes[name] for name in samples}, facts

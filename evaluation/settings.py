@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of every probe: the fields of its class and the options of its command.
 
-The help text of a field documents it. They are apart from the probes so that the command line shows and checks them
-without importing torch.
+The help text of a field documents it, and the docstring of a probe's settings is the help text of its command. They are
+apart from the probes so that the command line shows and checks them without importing torch.
 """
 
 from dataclasses import dataclass, field
@@ -18,9 +18,6 @@ from diffllama.configuration import preset_names
 BatchTokens = Annotated[int, typer.Option(min=1, help="Tokens computed at once, or one prompt with more.")]
 """Of probes that compute prompts in batches."""
 
-DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
-"""Where an answer stands: 0 is the beginning of the text, 1 its end."""
-
 Depths = Annotated[list[float], typer.Option(min=0, max=1, help="Where the answer stands, 0 to 1. May be repeated.")]
 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; a GPU if there is one.")]
@@ -33,6 +30,10 @@ DocumentTask = Literal[SummaryTask, AnswerTask]
 WordProblemTask = Literal["gsm8k", "math", "svamp", "asdiv", "mawps"]
 
 
+PROBES: dict[str, "type[Settings]"] = {}
+"""Command of `diffllama probe` -> the settings of its probe, in the order of this file."""
+
+
 @dataclass(kw_only=True)
 class Settings:
     """Of every probe."""
@@ -42,11 +43,18 @@ class Settings:
     paper: ClassVar[str]
     """Where the paper has what it measures."""
     loads_models: ClassVar[bool] = True
-    """Whether its loaded_models are models that somebody names; otherwise the probe makes them."""
+    """Whether the user names the models; otherwise the probe makes them."""
     takes_data: ClassVar[bool] = True
     """Whether it reads data."""
 
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of everything that is drawn at random.")] = 0
+
+    def __init_subclass__(cls, command: str = "", paper: str = "") -> None:
+        """Registers the settings of a command. Without one, the class is a base of other settings, or a probe."""
+        super().__init_subclass__()
+        if command:
+            cls.command, cls.paper = command, paper
+            PROBES[command] = cls
 
 
 @dataclass(kw_only=True)
@@ -80,16 +88,13 @@ class ModelPairSettings(Settings):
 
 
 @dataclass(kw_only=True)
-class NeedlesSettings(Settings):
-    """Of `needles`."""
-
-    command: ClassVar[str] = "needles"
-    paper: ClassVar[str] = "section 3.4, table 2 and figure 5"
+class NeedlesSettings(Settings, command="needles", paper="section 3.4, table 2 and figure 5"):
+    """Retrieve N magic numbers of cities from texts of any length."""
 
     length: Annotated[list[int], typer.Option(min=1, help="Tokens of a prompt. May be repeated.")] = field(
         default_factory=lambda: [4096]
     )
-    depth: Depths = field(default_factory=DEPTHS.copy)
+    depth: Depths = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
     needles: Annotated[
         list[str], typer.Option(metavar="R_of_N", help="Needles asked for, of how many. May be repeated.")
     ] = field(default_factory=lambda: ["1_of_1", "2_of_2", "2_of_4", "2_of_6"])
@@ -98,31 +103,22 @@ class NeedlesSettings(Settings):
 
 
 @dataclass(kw_only=True)
-class AttentionToAnswerSettings(Settings):
-    """Of `attention`."""
-
-    command: ClassVar[str] = "attention"
-    paper: ClassVar[str] = "section 3.4, table 3; figure 1"
+class AttentionToAnswerSettings(Settings, command="attention", paper="section 3.4, table 3; figure 1"):
+    """How much attention goes to the answer, and how much to noise."""
 
     length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, or up to a sentence fewer.")] = 4096
-    depth: Depths = field(default_factory=DEPTHS.copy)
+    depth: Depths = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
     samples_per_condition: Annotated[int, typer.Option("--samples", min=1, help="Prompts of each depth.")] = 10
 
 
 @dataclass(kw_only=True)
-class ContextSettings(LongTextSettings):
-    """Of `context`."""
-
-    command: ClassVar[str] = "context"
-    paper: ClassVar[str] = "section 3.3, figure 4"
+class ContextSettings(LongTextSettings, command="context", paper="section 3.3, figure 4"):
+    """Average loss of the tokens up to a position: what a longer context gives."""
 
 
 @dataclass(kw_only=True)
-class RecallSettings(LongTextSettings):
-    """Of `recall`."""
-
-    command: ClassVar[str] = "recall"
-    paper: ClassVar[str] = "section 3.8, table 6"
+class RecallSettings(LongTextSettings, command="recall", paper="section 3.8, table 6"):
+    """Loss of tokens that the context has shown before, and of others."""
 
     n: Annotated[int, typer.Option("--n", min=2, help="Of the n-grams: 2 is bigrams.")] = 2
     frequent: Annotated[
@@ -132,40 +128,28 @@ class RecallSettings(LongTextSettings):
 
 
 @dataclass(kw_only=True)
-class ManyShotSettings(InContextSettings):
-    """Of `icl`."""
-
-    command: ClassVar[str] = "icl"
-    paper: ClassVar[str] = "section 3.5, figure 6"
+class ManyShotSettings(InContextSettings, command="icl", paper="section 3.5, figure 6"):
+    """Classify with one to thousands of examples in the context."""
 
 
 @dataclass(kw_only=True)
-class ShotOrderSettings(InContextSettings):
-    """Of `icl-order`."""
-
-    command: ClassVar[str] = "icl-order"
-    paper: ClassVar[str] = "section 3.5, figure 7"
+class ShotOrderSettings(InContextSettings, command="icl-order", paper="section 3.5, figure 7"):
+    """How far accuracy depends on the order of the examples."""
 
     orders: Annotated[int, typer.Option(min=2, help="Permutations of each arrangement, each with its own seed.")] = 10
 
 
 @dataclass(kw_only=True)
-class OutliersSettings(Settings):
-    """Of `outliers`."""
-
-    command: ClassVar[str] = "outliers"
-    paper: ClassVar[str] = "section 3.7, table 5"
+class OutliersSettings(Settings, command="outliers", paper="section 3.7, table 5"):
+    """The largest attention logits and hidden states, and their median."""
 
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to measure, in whole pieces; the paper has 400000.")] = 8192
     length: Annotated[int, typer.Option(min=16, help="Tokens of each piece of a text.")] = 1024
 
 
 @dataclass(kw_only=True)
-class LogitBitsSettings(Settings):
-    """Of `logit-bits`."""
-
-    command: ClassVar[str] = "logit-bits"
-    paper: ClassVar[str] = "section 3.7, figure 8"
+class LogitBitsSettings(Settings, command="logit-bits", paper="section 3.7, figure 8"):
+    """Accuracy with attention logits quantised to 16, 8, 6 and 4 bits."""
 
     task: Annotated[MultipleChoiceTask, typer.Option(help="Which questions.")] = "hellaswag"
     items: Annotated[int, typer.Option(min=1, help="How many questions, drawn at random; at most all.")] = 500
@@ -173,11 +157,8 @@ class LogitBitsSettings(Settings):
 
 
 @dataclass(kw_only=True)
-class HallucinationSettings(Settings):
-    """Of `hallucination`."""
-
-    command: ClassVar[str] = "hallucination"
-    paper: ClassVar[str] = "section 3.6, table 4"
+class HallucinationSettings(Settings, command="hallucination", paper="section 3.6, table 4"):
+    """Summaries and answers that a judge finds free of hallucination."""
 
     task: Annotated[DocumentTask, typer.Option(help="Which documents; the first three are summarised.")] = "xsum"
     documents: Annotated[int, typer.Option(min=1, help="How many documents, drawn at random.")] = 100
@@ -193,11 +174,8 @@ class HallucinationSettings(Settings):
 
 
 @dataclass(kw_only=True)
-class MathSettings(Settings):
-    """Of `math`."""
-
-    command: ClassVar[str] = "math"
-    paper: ClassVar[str] = "appendix C"
+class MathSettings(Settings, command="math", paper="appendix C"):
+    """Word problems: accuracy, and how long the reasoning is."""
 
     task: Annotated[WordProblemTask, typer.Option(help="Which problems.")] = "gsm8k"
     problems: Annotated[int | None, typer.Option(min=1, help="How many, drawn at random; all by default.")] = None
@@ -208,11 +186,8 @@ class MathSettings(Settings):
 
 
 @dataclass(kw_only=True)
-class GradientsSettings(ModelPairSettings):
-    """Of `gradients`."""
-
-    command: ClassVar[str] = "gradients"
-    paper: ClassVar[str] = "appendix G"
+class GradientsSettings(ModelPairSettings, command="gradients", paper="appendix G"):
+    """Gradient norms of each projection, of a DIFF beside its Transformer."""
 
     steps: Annotated[int, typer.Option(min=0, help="Training steps before the last measurement.")] = 100
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 8
@@ -221,11 +196,9 @@ class GradientsSettings(ModelPairSettings):
 
 
 @dataclass(kw_only=True)
-class ThroughputSettings(ModelPairSettings):
-    """Of `throughput`."""
+class ThroughputSettings(ModelPairSettings, command="throughput", paper="appendix A, table 7"):
+    """Tokens per second, forward and backward, of a DIFF beside its Transformer."""
 
-    command: ClassVar[str] = "throughput"
-    paper: ClassVar[str] = "appendix A, table 7"
     takes_data: ClassVar[bool] = False
 
     length: Annotated[list[int], typer.Option(min=2, help="Tokens of a sequence. May be repeated.")] = field(
@@ -237,9 +210,7 @@ class ThroughputSettings(ModelPairSettings):
 
 
 @dataclass(kw_only=True)
-class ScalingSettings(Settings):
-    """Of `scaling`."""
+class ScalingSettings(Settings, command="scaling", paper="section 3.2, figure 3"):
+    """Scaling laws of given losses, and how much smaller a DIFF of equal loss is."""
 
-    command: ClassVar[str] = "scaling"
-    paper: ClassVar[str] = "section 3.2, figure 3"
     loads_models: ClassVar[bool] = False

@@ -206,30 +206,29 @@ def option_ids(loaded: LoadedModel, before: str, answers: Mapping[str, str]) -> 
 
 
 @torch.inference_mode()
-def classify(loaded: LoadedModel, prompts: Sequence[Prompt]) -> Iterator[tuple[int, str]]:
+def classify(loaded: LoadedModel, prompts: Mapping[str, Prompt]) -> Iterator[tuple[str, str]]:
     """Greedy decoding, constrained to the options: in each step the likeliest token with which some option goes on.
 
     A context is computed once for all its questions, and only what it adds to the context before it, if it begins with
     that. Its keys and values are copied for each batch of questions.
 
     Yields:
-        Index of the prompt and the class, batch by batch.
+        Name of the prompt and the class, batch by batch.
 
     Raises:
         ValueError: the model's scores are NaN.
     """
     cache = new_cache(loaded.model)
     cached: list[int] = []
-    for context, group in groupby(range(len(prompts)), key=lambda index: prompts[index].context):
+    for context, group in groupby(prompts, key=lambda name: prompts[name].context):
         if context[: len(cached)] != cached:
             cache, cached = new_cache(loaded.model), []
         for part in loaded.tensor(context[len(cached) :]).split(CHUNK, dim=1):
             loaded.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cached = context
-        indices = list(group)
-        for rows in batches([len(context) + len(prompts[index].question) for index in indices], BATCH_TOKENS):
-            batch = [indices[row] for row in rows]
-            yield from zip(batch, _answers(loaded, cache, [prompts[index] for index in batch]), strict=True)
+        lengths = {name: len(context) + len(prompts[name].question) for name in group}
+        for names in batches(lengths, BATCH_TOKENS):
+            yield from zip(names, _answers(loaded, cache, [prompts[name] for name in names]), strict=True)
 
 
 def _answers(loaded: LoadedModel, cache: DynamicCache, prompts: Sequence[Prompt]) -> list[str]:

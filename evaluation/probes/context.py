@@ -4,17 +4,39 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, ClassVar
 
 import torch
 
-from diffllama.evaluation.datasets.data import Source
+from diffllama.evaluation.datasets.data import Source, texts
 from diffllama.evaluation.figures import finish, lines, panels
 from diffllama.evaluation.likelihood import token_log_probs
 from diffllama.evaluation.models import LoadedModel
-from diffllama.evaluation.probes.long_text_probe import LongTextProbe
-from diffllama.evaluation.runs import Measurement, Outcome, Report
-from diffllama.evaluation.settings import ContextSettings
+from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report, S
+from diffllama.evaluation.settings import ContextSettings, LongTextSettings
+
+
+@dataclass(kw_only=True)
+class LongTextProbe(LongTextSettings, Probe[S]):
+    """Measures the beginnings of long texts."""
+
+    dataset: ClassVar[str] = "novels"
+
+    def beginnings(self, source: Source, loaded: LoadedModel) -> dict[str, list[int]]:
+        """The beginnings of the first texts that are long enough, as token ids.
+
+        Raises:
+            ValueError: none is.
+        """
+        encoded = (
+            (name, loaded.prefix + loaded.encode(text[: self.length * 16])) for name, text in texts(source).items()
+        )
+        long_enough = ((name, ids[: self.length]) for name, ids in encoded if len(ids) >= self.length)
+        beginnings = dict(islice(long_enough, self.texts))
+        if not beginnings:
+            raise ValueError(f"No text in {source.path} has {self.length:,} tokens. Ask for fewer with --length.")
+        return beginnings
 
 
 @dataclass(kw_only=True)
@@ -35,10 +57,7 @@ class Context(ContextSettings, LongTextProbe[list[int]]):
         for name, ids in samples.items():
             losses = -token_log_probs(loaded.model, loaded.tensor(ids)).double()
             means = losses.cumsum(0) / torch.arange(1, len(losses) + 1)
-            yield Outcome(
-                name,
-                [Measurement({"position": at}, {"nll": means[at - 2].item()}) for at in self.positions],
-            )
+            yield Outcome(name, [Measurement({"position": at}, {"nll": means[at - 2].item()}) for at in self.positions])
 
     def draw(self, report: Report, figure: Any) -> None:
         """One line a model, over positions on a logarithmic axis."""

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from diffllama.configuration import recipe
 from diffllama.evaluation.datasets.data import Source, texts
 from diffllama.evaluation.figures import COLOURS, MARKERS, finish, panels
+from diffllama.evaluation.models import ModelSpec
 from diffllama.evaluation.probes.model_pair import ModelPairProbe, Pair
-from diffllama.evaluation.runs import Measurement, ModelSpec, Outcome, Report
+from diffllama.evaluation.runs import Measurement, Outcome, Report
 from diffllama.evaluation.settings import GradientsSettings
 
 

@@ -111,11 +111,10 @@ class Hallucination(HallucinationSettings, Probe[Document]):
 
     def measure(self, loaded: LoadedModel, samples: Mapping[str, Document]) -> Iterator[Outcome]:
         """Generate responses to documents and have them judged, batch by batch."""
-        names = list(samples)
-        prompts = [self.prompt(loaded, samples[name]) for name in names]
+        prompts = {name: self.prompt(loaded, document) for name, document in samples.items()}
         stop = () if self.chat else ("Document:",)
-        for index, text in completions(loaded, prompts, self.max_tokens, self.batch_tokens, stop):
-            yield self.judged(names[index], samples[names[index]], self.response(text))
+        for name, text in completions(loaded, prompts, self.max_tokens, self.batch_tokens, stop):
+            yield self.judged(name, samples[name], self.response(text))
 
     def judged(self, name: str, document: Document, response: str) -> Outcome:
         """The outcome of a response, with the verdicts of all judges."""

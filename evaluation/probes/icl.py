@@ -88,14 +88,10 @@ class InContext(InContextSettings, Probe[Trial]):
 
     def measure(self, loaded: LoadedModel, samples: Mapping[str, Trial]) -> Iterator[Outcome]:
         """Accuracy: 1 for the right class, 0 for another."""
-        names, trials = list(samples), list(samples.values())
-        for index, answer in classify(loaded, trials):
-            trial = trials[index]
-            yield Outcome(
-                names[index],
-                [Measurement(trial.condition, {"accuracy": float(answer == trial.label)})],
-                {"label": trial.label, "answer": answer},
-            )
+        for name, answer in classify(loaded, samples):
+            trial = samples[name]
+            accuracy = Measurement(trial.condition, {"accuracy": float(answer == trial.label)})
+            yield Outcome(name, [accuracy], {"label": trial.label, "answer": answer})
 
 
 @dataclass(kw_only=True)

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Order of demonstrations: how far the accuracy of a classification depends on it."""
 
-import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,9 +43,10 @@ def alternate(examples: Sequence[Example], draw: random.Random) -> list[Example]
     return [example for _, example in sorted(places, key=itemgetter(0))]
 
 
-def arrangement(outcome: Outcome) -> Condition:
-    """The condition of an answer, whatever the order."""
-    return {name: value for name, value in outcome.measurements[0].condition.items() if name != "order"}
+def answers(outcomes: Mapping[str, Outcome], condition: Condition) -> np.ndarray:
+    """The accuracies in a condition, order by order; every order has the questions in the same order."""
+    measurements = [measurement for outcome in outcomes.values() for measurement in outcome.measurements]
+    return np.array([one.values["accuracy"] for one in measurements if condition.items() <= one.condition.items()])
 
 
 def spread(accuracies: np.ndarray) -> dict[str, np.ndarray]:
@@ -93,25 +93,21 @@ class ShotOrder(ShotOrderSettings, InContext):
         Raises:
             ValueError: two models have different numbers of demonstrations.
         """
-        rows = super().rows(averages_over("order", measured, lambda name, _: name.rpartition(", question ")[2]))
-        by_arrangement: list[dict[str, list[float]]] = [{} for _ in measured]
-        for answers, outcomes in zip(by_arrangement, measured, strict=True):
-            for outcome in outcomes.values():
-                accuracy = outcome.measurements[0].values["accuracy"]
-                answers.setdefault(json.dumps(arrangement(outcome)), []).append(accuracy)
-            if len(answers) > len(rows):
-                raise ValueError("The models' tokenizers fit different numbers of demonstrations: measure them apart.")
+        by_question = [
+            averages_over("order", outcomes, lambda name, _: name.rpartition(", question ")[2]) for outcomes in measured
+        ]
+        rows = super().rows(by_question)
+        if not rows:
+            raise ValueError("The models' tokenizers fit different numbers of demonstrations: measure them apart.")
         for row in rows:
-            key = json.dumps(row["condition"])
-            # questions are in the same order every time
-            correct = [np.reshape(answers[key], (self.orders, -1)) for answers in by_arrangement]
-            row["orders"] = [answers.mean(1).tolist() for answers in correct]
-            spreads = [spread(answers.mean(1)) | {"chance": by_chance(answers, self.seed)} for answers in correct]
-            for metric in ("best", "worst", "margin", "chance"):
-                for numbers, extremes in zip(row["models"], spreads, strict=True):
-                    numbers[metric] = {"mean": float(extremes[metric])}
-                if len(spreads) == 2:
-                    row["difference"][metric] = {"mean": float(spreads[1][metric] - spreads[0][metric])}
+            correct = [answers(outcomes, row["condition"]).reshape(self.orders, -1) for outcomes in measured]
+            row["orders"] = [by_order.mean(1).tolist() for by_order in correct]
+            spreads = [spread(by_order.mean(1)) | {"chance": by_chance(by_order, self.seed)} for by_order in correct]
+            for numbers, metrics in zip(row["models"], spreads, strict=True):
+                numbers |= {name: {"mean": float(value)} for name, value in metrics.items()}
+            if len(spreads) == 2:
+                first, second = spreads
+                row["difference"] |= {name: {"mean": float(second[name] - first[name])} for name in first}
         return rows
 
     def draw(self, report: Report, figure: Any) -> None:

@@ -65,23 +65,19 @@ class Math(MathSettings, Probe[Problem]):
 
     def measure(self, loaded: LoadedModel, samples: Mapping[str, Problem]) -> Iterator[Outcome]:
         """Generate and check an answer to each problem."""
-        names = list(samples)
-        prompts = [self.prompt(loaded, samples[name]) for name in names]
+        prompts = {name: self.prompt(loaded, problem) for name, problem in samples.items()}
         stop = () if self.chat else ("Question:",)
-        for index, text in completions(loaded, prompts, self.max_tokens, self.batch_tokens, stop):
-            right = samples[names[index]].answer
+        for name, text in completions(loaded, prompts, self.max_tokens, self.batch_tokens, stop):
+            right = samples[name].answer
             answer = final_answer(text)
             solved = correct(answer.text, right)
             tokens = float(len(loaded.encode(text[: answer.start])))
             everything = {"accuracy": float(solved), "stated": float(answer.stated), "tokens": tokens}
-            yield Outcome(
-                names[index],
-                [
-                    Measurement({"problems": "all"}, everything),
-                    Measurement({"problems": "solved" if solved else "missed"}, {"tokens": tokens}),
-                ],
-                {"completion": text, "answer": answer.text, "right": right},
-            )
+            measurements = [
+                Measurement({"problems": "all"}, everything),
+                Measurement({"problems": "solved" if solved else "missed"}, {"tokens": tokens}),
+            ]
+            yield Outcome(name, measurements, {"completion": text, "answer": answer.text, "right": right})
 
     def draw(self, report: Report, figure: Any) -> None:
         """Shares of all problems, and lengths by kind of problem; a bar for each model."""

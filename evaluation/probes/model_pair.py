@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from diffllama.configuration import baseline, preset
-from diffllama.evaluation.models import device
-from diffllama.evaluation.runs import ModelSpec, Probe, S
+from diffllama.evaluation.models import ModelSpec, available_device
+from diffllama.evaluation.runs import Probe, S
 from diffllama.evaluation.settings import ModelPairSettings
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
@@ -38,7 +38,7 @@ class ModelPairProbe(ModelPairSettings, Probe[S]):
     @property
     def place(self) -> torch.device:
         """The device of the models."""
-        return device(self.device)
+        return available_device(self.device)
 
     def configs(self, **fields: Any) -> dict[str, PretrainedConfig]:
         """Configurations of the two models, with these fields replaced."""

@@ -5,6 +5,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -86,21 +87,23 @@ class Needles(NeedlesSettings, Probe[Task]):
     def measure(self, loaded: LoadedModel, samples: Mapping[str, Task]) -> Iterator[Outcome]:
         """Generate an answer of one line to each prompt."""
         for queries in sorted({queries for _, queries in self.pairs().values()}):
-            names = [name for name, task in samples.items() if len(task.prompt.numbers) == queries]
-            prompts = [loaded.prefix + loaded.encode(samples[name].prompt.text) for name in names]
-            for index, text in completions(
-                loaded, prompts, self.answer_tokens(loaded, queries), self.batch_tokens, stop=["\n"]
-            ):
-                task = samples[names[index]]
-                yield Outcome(
-                    names[index],
-                    [Measurement(task.condition, {"accuracy": task.prompt.fraction_found(text)})],
-                    {"answer": text, "numbers": task.prompt.numbers},
-                )
+            prompts = {
+                name: loaded.prefix + loaded.encode(task.prompt.text)
+                for name, task in samples.items()
+                if len(task.prompt.numbers) == queries
+            }
+            tokens = self.answer_tokens(loaded, queries)
+            for name, text in completions(loaded, prompts, tokens, self.batch_tokens, stop=["\n"]):
+                prompt, condition = samples[name].prompt, samples[name].condition
+                accuracy = Measurement(condition, {"accuracy": prompt.fraction_found(text)})
+                yield Outcome(name, [accuracy], {"answer": text, "numbers": prompt.numbers})
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
         """Averages of the conditions, then over depths, where a sample is one text at all of them."""
-        texts = averages_over("depth", measured, lambda name, outcome: str(outcome.detail["numbers"]))
+        texts = [
+            averages_over("depth", outcomes, lambda name, outcome: str(outcome.detail["numbers"]))
+            for outcomes in measured
+        ]
         everywhere = super().rows(texts)
         for row in everywhere:
             row["condition"]["depth"] = "all"
@@ -108,23 +111,23 @@ class Needles(NeedlesSettings, Probe[Task]):
 
     def draw(self, report: Report, figure: Any) -> None:
         """Depth × length heat maps, a row for each entry of `needles` and a column for each model."""
-        grid = panels(
-            figure, len(self.needles) * len(report.names), 1.5 + 0.9 * len(self.length), rows=len(self.needles)
-        )
-        for number, panel in enumerate(grid):
-            entry, model = self.needles[number // len(report.names)], number % len(report.names)
-            values = np.full((len(self.depth), len(self.length)), np.nan)
-            for row in report.select(needles=entry):
-                if row["condition"]["depth"] != "all":
-                    at = self.depth.index(row["condition"]["depth"]), self.length.index(row["condition"]["length"])
-                    values[at] = row["models"][model]["accuracy"]["mean"]
+        models, entries = len(report.names), len(self.needles)
+        grid = panels(figure, entries * models, 1.5 + 0.9 * len(self.length), rows=entries)
+        for axes, (entry, model) in zip(grid, product(self.needles, range(models)), strict=True):
+            values = [
+                [
+                    report.select(needles=entry, length=length, depth=depth)[0]["models"][model]["accuracy"]["mean"]
+                    for length in self.length
+                ]
+                for depth in self.depth
+            ]
             heat_map(
-                panel,
-                values,
+                axes,
+                np.array(values),
                 [f"{length:,}" for length in self.length],
                 [f"{depth:.0%}" for depth in self.depth],
                 limits=(0, 1),
                 show="{:.2f}".format,
             )
-            finish(panel, "length (tokens)", "depth of the answer", f"{report.names[model]}\naccuracy, {entry}")
-            panel.grid(visible=False)
+            finish(axes, "length (tokens)", "depth of the answer", f"{report.names[model]}\naccuracy, {entry}")
+            axes.grid(visible=False)

@@ -16,12 +16,14 @@ from diffllama.evaluation.attention import AttentionCall, watched
 from diffllama.evaluation.datasets.data import Source, texts
 from diffllama.evaluation.figures import COLOURS, finish, panels
 from diffllama.evaluation.models import LoadedModel
-from diffllama.evaluation.runs import Outcome, Probe, Report, Row
+from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report, Row
 from diffllama.evaluation.settings import OutliersSettings
 
 
 RANKS = (1, 2, 3, 10, 100)
 """Ranks of the largest magnitudes in the report."""
+
+KINDS = ("attention logits", "hidden states")
 
 DROPPED_BITS = 16
 """Last bits of a float32 that the histogram ignores: the sign, 8 bits of exponent and 7 of mantissa are left."""
@@ -45,15 +47,11 @@ class Magnitudes:
     def add(self, values: torch.Tensor) -> None:
         """Adds values of any shape."""
         values = values.abs().float().flatten()
-        largest = values.topk(min(max(RANKS), len(values))).values
-        counts = torch.bincount(values.view(torch.int32) >> DROPPED_BITS, minlength=BINS)
-        self._add(largest.cpu(), counts.cpu())
+        top = values.topk(min(max(RANKS), len(values))).values
+        self.merge(top.cpu(), torch.bincount(values.view(torch.int32) >> DROPPED_BITS, minlength=BINS).cpu())
 
-    def __iadd__(self, other: "Magnitudes") -> "Magnitudes":
-        self._add(other.top, other.counts)
-        return self
-
-    def _add(self, top: torch.Tensor, counts: torch.Tensor) -> None:
+    def merge(self, top: torch.Tensor, counts: torch.Tensor) -> None:
+        """Adds the magnitudes with this `top` and these `counts`."""
         self.top = torch.cat((self.top, top)).sort(descending=True).values[: max(RANKS)]
         self.counts += counts
 
@@ -93,7 +91,7 @@ def magnitudes(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, Magnitude
     finally:
         for handle in hooks:
             handle.remove()
-    return {"attention logits": logits, "hidden states": states}
+    return dict(zip(KINDS, (logits, states), strict=True))
 
 
 @dataclass(kw_only=True)
@@ -136,27 +134,21 @@ class Outliers(OutliersSettings, Probe[list[int]]):
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
         """A row for each kind of activation, of all pieces together."""
-        rows = []
-        for kind, models in together(measured).items():
-            values = [numbers.values() for numbers in models]
-            row: Row = {
-                "condition": {"activation": kind},
-                "samples": len(measured[0]),
-                "models": [{metric: {"mean": value} for metric, value in numbers.items()} for numbers in values],
-            }
-            if len(values) == 2:
-                row["difference"] = {metric: {"mean": values[1][metric] - values[0][metric]} for metric in values[0]}
-            rows.append(row)
-        return rows
+        together = []
+        for outcomes in measured:
+            numbers = {kind: magnitudes.values() for kind, magnitudes in totals(outcomes).items()}
+            measurements = [Measurement({"activation": kind}, values) for kind, values in numbers.items()]
+            together.append({"all": Outcome("all", measurements)})
+        return [row | {"samples": len(measured[0])} for row in super().rows(together)]
 
     def draw(self, report: Report, figure: Any) -> None:
         """Magnitudes by rank, and the median as a dashed line, for each kind of activation."""
-        activations = together(report.outcomes)
-        for axes, (kind, models) in zip(panels(figure, len(activations)), activations.items(), strict=True):
-            for index, (name, model_magnitudes) in enumerate(zip(report.names, models, strict=True)):
+        by_model = {name: totals(outcomes) for name, outcomes in zip(report.names, report.outcomes, strict=True)}
+        for axes, kind in zip(panels(figure, len(KINDS)), KINDS, strict=True):
+            for index, (name, kinds) in enumerate(by_model.items()):
                 style: dict[str, Any] = {"color": COLOURS[index], "linewidth": 3 / (index + 1)}  # equal ones: both seen
-                axes.plot(range(1, max(RANKS) + 1), model_magnitudes.top, **style, label=f"{name}, largest")
-                axes.axhline(model_magnitudes.median, **style, linestyle="--", label=f"{name}, median")
+                axes.plot(range(1, max(RANKS) + 1), kinds[kind].top, **style, label=f"{name}, largest")
+                axes.axhline(kinds[kind].median, **style, linestyle="--", label=f"{name}, median")
             axes.set_xscale("log")
             axes.set_yscale("log")
             axes.set_xticks(RANKS, [str(rank) for rank in RANKS])
@@ -165,12 +157,11 @@ class Outliers(OutliersSettings, Probe[list[int]]):
             finish(axes, "rank of the magnitude", "magnitude", kind)
 
 
-def together(measured: Sequence[Mapping[str, Outcome]]) -> dict[str, list[Magnitudes]]:
-    """Kind of activation -> for each model, the magnitudes of all its samples."""
-    kinds: dict[str, list[Magnitudes]] = {}
-    for index, outcomes in enumerate(measured):
-        for outcome in outcomes.values():
-            for kind, detail in outcome.detail.items():
-                models = kinds.setdefault(kind, [Magnitudes() for _ in measured])
-                models[index] += Magnitudes(**detail)
-    return kinds
+def totals(outcomes: Mapping[str, Outcome]) -> dict[str, Magnitudes]:
+    """The magnitudes of all samples of a model, by kind of activation."""
+    totals = {kind: Magnitudes() for kind in KINDS}
+    for outcome in outcomes.values():
+        for kind, total in totals.items():
+            part = Magnitudes(**outcome.detail[kind])
+            total.merge(part.top, part.counts)
+    return totals

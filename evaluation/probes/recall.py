@@ -13,7 +13,7 @@ from diffllama.evaluation.datasets.data import Source, texts
 from diffllama.evaluation.figures import bars, finish, panels
 from diffllama.evaluation.likelihood import token_log_probs
 from diffllama.evaluation.models import LoadedModel
-from diffllama.evaluation.probes.long_text_probe import LongTextProbe
+from diffllama.evaluation.probes.context import LongTextProbe
 from diffllama.evaluation.runs import Measurement, Outcome, Report, Row
 from diffllama.evaluation.settings import RecallSettings
 
@@ -78,15 +78,13 @@ class Recall(RecallSettings, LongTextProbe[Text]):
             losses = -token_log_probs(loaded.model, loaded.tensor(text.ids)).double()
             hit = torch.zeros(len(text.ids), dtype=torch.bool)
             hit[text.hits] = True
-            slices = zip(SLICES, (losses[hit[1:]], losses[~hit[1:]], losses), strict=True)
-            yield Outcome(
-                name,
-                [
-                    Measurement({"slice": slice}, {"nll": nll.mean().item()}, len(nll))
-                    for slice, nll in slices
-                    if len(nll)
-                ],
-            )
+            slices = dict(zip(SLICES, (losses[hit[1:]], losses[~hit[1:]], losses), strict=True))
+            measurements = [
+                Measurement({"slice": slice}, {"nll": nll.mean().item()}, len(nll))
+                for slice, nll in slices.items()
+                if len(nll)
+            ]
+            yield Outcome(name, measurements)
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
         """Averages, and as `tokens` the number of tokens behind them."""

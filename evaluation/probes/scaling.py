@@ -13,7 +13,8 @@ from scipy.optimize import least_squares
 
 from diffllama.evaluation.datasets.data import Source, field, read_rows
 from diffllama.evaluation.figures import COLOURS, MARKERS, finish, panels
-from diffllama.evaluation.runs import Condition, Measurement, ModelSpec, Outcome, Probe, Report, Row
+from diffllama.evaluation.models import ModelSpec
+from diffllama.evaluation.runs import Condition, Measurement, Outcome, Probe, Report, Row
 from diffllama.evaluation.settings import ScalingSettings
 
 

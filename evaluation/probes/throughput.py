@@ -13,8 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from diffllama.evaluation.figures import bars, finish, panels
+from diffllama.evaluation.models import ModelSpec
 from diffllama.evaluation.probes.model_pair import ModelPairProbe, Pair
-from diffllama.evaluation.runs import Measurement, ModelSpec, Outcome, Report
+from diffllama.evaluation.runs import Measurement, Outcome, Report
 from diffllama.evaluation.settings import ThroughputSettings
 
 

@@ -25,7 +25,7 @@ from diffllama.checkpoints.extras import needs
 from diffllama.checkpoints.files import locate
 from diffllama.checkpoints.options import DType, Variant, shard_size
 from diffllama.conversion.options import TARGETS, GqaLayout, Source, check_conversion
-from diffllama.evaluation.commands import ProbeGroup
+from diffllama.evaluation.commands import probes
 from diffllama.hub_cards.findings import check_arguments
 
 
@@ -414,9 +414,7 @@ def serve(ctx: typer.Context) -> None:
 
 
 app.add_typer(
-    typer.Typer(cls=ProbeGroup, no_args_is_help=True),
-    name="probe",
-    help="Measure what the paper measured: a table, a JSON file and a figure for each experiment.",
+    probes, name="probe", help="Measure what the paper measured: a table, a JSON file and a figure for each experiment."
 )
 
 

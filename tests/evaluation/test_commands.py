@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 from diffllama.cli import app, main
 from diffllama.evaluation.commands import rounded, short, shown, tables
-from diffllama.evaluation.probes import PROBES, probe_class
+from diffllama.evaluation.probes import probe_class
 from diffllama.evaluation.probes.model_pair import SMALL
+from diffllama.evaluation.settings import PROBES
 from support.tiny_loaded_models import tiny_loaded_model
 from support.tiny_models import VARIANTS
 
@@ -61,7 +62,7 @@ def test_every_probe_has_its_class_and_says_where_the_paper_has_it(name: str) ->
     assert kind.command == name
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["probe", name, "--help"])
     assert result.exit_code == 0
-    assert PROBES[name][1] in result.output
+    assert PROBES[name].__doc__ in result.output
     assert f"In the paper: {kind.paper}." in result.output
     for option, there in {
         "--output": True, "--seed": True, "--data": kind.takes_data, "--compare": kind.loads_models,

@@ -26,7 +26,7 @@ def test_token_log_probs_are_those_of_one_forward(variant: str, chunk: int) -> N
 
 def test_batches_are_of_equal_lengths_and_bounded() -> None:
     lengths = [3, 5, 3, 3, 9, 5]
-    made = list(batches(lengths, 6))
+    made = list(batches(dict(enumerate(lengths)), 6))
     assert made == [[4], [1], [5], [0, 2], [3]]
 
 
@@ -50,21 +50,21 @@ def test_deterministic_model_gives_its_answer_probability_one() -> None:
 def test_completions_are_what_generate_makes() -> None:
     loaded = rule_based_lm(lambda question: question[:3].upper(), after=": ")
     prompts = [loaded.encode(text) for text in ("abc: ", "defg: ", "hij: ")]
-    assert dict(completions(loaded, prompts, 8)) == {0: "ABC", 1: "DEF", 2: "HIJ"}
-    assert dict(completions(loaded, prompts, 2)) == {0: "AB", 1: "DE", 2: "HI"}
+    assert dict(completions(loaded, dict(enumerate(prompts)), 8)) == {0: "ABC", 1: "DEF", 2: "HIJ"}
+    assert dict(completions(loaded, dict(enumerate(prompts)), 2)) == {0: "AB", 1: "DE", 2: "HI"}
 
 
 def test_completions_end_before_the_first_stop_string() -> None:
     loaded = rule_based_lm(lambda question: f" {question[0]} and so on. The end.", after=": ")
     prompts = [loaded.encode(text) for text in ("abc: ", "def: ")]
     for stop in (["The", " so", "sun"], [" so", "The"]):
-        assert dict(completions(loaded, prompts, 40, stop=stop)) == {0: " a and", 1: " d and"}
-    assert dict(completions(loaded, prompts[:1], 40, stop=["sun"])) == {0: " a and so on. The end."}
+        assert dict(completions(loaded, dict(enumerate(prompts)), 40, stop=stop)) == {0: " a and", 1: " d and"}
+    assert dict(completions(loaded, dict(enumerate(prompts[:1])), 40, stop=["sun"])) == {0: " a and so on. The end."}
 
 
 def test_stop_string_begun_in_the_prompt_does_not_count() -> None:
     loaded = rule_based_lm(lambda question: "\nb", after="a\n")
-    assert dict(completions(loaded, [loaded.encode("a\n")], 9, stop=["\n\n"])) == {0: "\nb"}
+    assert dict(completions(loaded, {0: loaded.encode("a\n")}, 9, stop=["\n\n"])) == {0: "\nb"}
 
 
 def test_whole_words_end_at_a_stop_string_row_by_row() -> None:
@@ -77,7 +77,7 @@ def test_whole_words_end_at_a_stop_string_row_by_row() -> None:
 
     loaded = LoadedModel(name="words", model=RuleBasedLM(next_word, 97).eval(), tokenizer=tokenizer)
     prompts = [[9, 10], [14, 15], [16, 17]]  # what stands in the prompt does not count
-    found = dict(completions(loaded, prompts, 40, stop=["w17", "w20 w21"]))
+    found = dict(completions(loaded, dict(enumerate(prompts)), 40, stop=["w17", "w20 w21"]))
     assert found == {0: "w11 w12 w13 w14 w15 w16 ", 1: "w16 ", 2: "w18 w19 "}
     assert max(map(len, calls)) == len(prompts[0]) + 6  # nobody goes on after the last has ended
 
@@ -86,7 +86,7 @@ def test_repetition_penalties_of_checkpoint_are_ignored() -> None:
     loaded = rule_based_lm(lambda question: "aaaa", after=": ")
     loaded.model.generation_config.repetition_penalty = 5.0
     loaded.model.generation_config.no_repeat_ngram_size = 2
-    assert dict(completions(loaded, [loaded.encode("abc: ")], 4)) == {0: "aaaa"}
+    assert dict(completions(loaded, {0: loaded.encode("abc: ")}, 4)) == {0: "aaaa"}
 
 
 def test_a_recurrent_model_is_refused() -> None:

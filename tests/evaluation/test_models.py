@@ -11,7 +11,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from diffllama.evaluation.models import OWN_FILES, LoadedModel, ModelSource, digest
+from diffllama.evaluation.models import OWN_FILES, LoadedModel, digest, model_spec
 from support.tiny_loaded_models import tiny_loaded_model
 from support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -66,31 +66,30 @@ class TestDigest:
         assert digest(tree, ("b", "x")) == digest(tree, ("*", "b")) != digest(tree)
 
 
-class TestModelSource:
+class TestModelSpec:
     def test_facts_change_only_with_files_that_determine_the_model(self, folder: Path) -> None:
-        source = ModelSource(name=str(folder), dtype="float32", device="cpu")
-        facts = source.facts()
+        facts = model_spec(str(folder), dtype="float32", device="cpu").facts
         assert facts == {
             "name": str(folder), "sha256": digest(folder, OWN_FILES), "dtype": "float32", "device": "cpu",
             "trust_remote_code": False,
         }  # fmt: skip
         (folder / "README.md").write_text("A model.")
-        assert source.facts() == facts
+        assert model_spec(str(folder), dtype="float32", device="cpu").facts == facts
         seen = {facts["sha256"]}
         weights = load_file(folder / "model.safetensors")
         weights["model.norm.weight"][0] += 1
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
-        seen.add(source.facts()["sha256"])
+        seen.add(model_spec(str(folder), device="cpu").facts["sha256"])
         for name in ("config.json", "tokenizer.json"):
             (folder / name).write_text((folder / name).read_text() + "\n")
-            seen.add(source.facts()["sha256"])
+            seen.add(model_spec(str(folder), device="cpu").facts["sha256"])
         assert len(seen) == 4
 
     @pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.bfloat16), ("float32", torch.float32)])
     def test_model_is_loaded_in_dtype_and_evaluation_mode(
         self, dtype: str, expected: torch.dtype, folder: Path
     ) -> None:
-        loaded = ModelSource(name=str(folder), dtype=dtype, device="cpu").load()
+        loaded = model_spec(str(folder), dtype=dtype, device="cpu").load()
         assert loaded.model.dtype == expected
         assert not loaded.model.training
         assert loaded.model.config.diff_variant == "v2"
@@ -102,30 +101,30 @@ class TestModelSource:
         torch.save(weights, folder / "pytorch_model.bin")
         (folder / "model.safetensors").unlink()
         with pytest.raises(ValueError, match="model cannot be loaded, with weights in safetensors"):
-            ModelSource(name=str(folder), device="cpu").load()
+            model_spec(str(folder), device="cpu").load()
 
     def test_model_with_missing_weights_is_refused(self, folder: Path) -> None:
         weights = load_file(folder / "model.safetensors")
         del weights["model.norm.weight"]
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ValueError, match=r"lacks 1 of its model's weights: model\.norm\.weight"):
-            ModelSource(name=str(folder), device="cpu").load()
+            model_spec(str(folder), device="cpu").load()
 
     def test_tokenizer_larger_than_embeddings_is_refused(self, folder: Path) -> None:
         tiny_loaded_model("llama").tokenizer.save_pretrained(folder)
         with pytest.raises(ValueError, match="97 embeddings for a tokenizer of 257 tokens"):
-            ModelSource(name=str(folder), device="cpu").load()
+            model_spec(str(folder), device="cpu").load()
 
     def test_results_inside_the_models_folder_do_not_make_another_model(self, folder: Path) -> None:
-        before = ModelSource(name=str(folder), device="cpu").facts()
+        before = model_spec(str(folder), device="cpu").facts
         (folder / "probes").mkdir()
         (folder / "probes" / "results.json").write_text("{}")
-        assert ModelSource(name=str(folder), device="cpu").facts() == before
+        assert model_spec(str(folder), device="cpu").facts == before
 
     @pytest.mark.parametrize("name", ["abacus", "meta", "cuda:99"])
     def test_unusable_device_is_refused(self, name: str, folder: Path) -> None:
         with pytest.raises(ValueError, match=f"--device: there is no {name} here"):
-            ModelSource(name=str(folder), device=name).facts()
+            model_spec(str(folder), device=name)
 
     @pytest.mark.parametrize("name", ["nowhere", "./no/where", "/no/where", "~/nowhere", "a/b/c", "folder"])
     def test_name_without_a_model_is_refused(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +132,7 @@ class TestModelSource:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("HOME", str(tmp_path))
         with pytest.raises(FileNotFoundError, match=f"{name} is not a folder with a config.json"):
-            ModelSource(name=name).facts()
+            model_spec(name)
 
     def test_a_repository_is_named_by_its_commit(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -147,7 +146,7 @@ class TestModelSource:
             return str(snapshot)
 
         monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-        facts = ModelSource(name="me/model", revision="v1").facts()
+        facts = model_spec("me/model", revision="v1").facts
         assert (facts["name"], facts["commit"]) == ("me/model", "0123abc")
         assert set(asked) == {("me/model", "v1")}
 

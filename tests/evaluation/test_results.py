@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
-from diffllama.evaluation.commands import as_command, command
-from diffllama.evaluation.probes import PROBES, probe_class
+from diffllama.evaluation.commands import probes
+from diffllama.evaluation.settings import PROBES
 
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +31,7 @@ METRICS = {
 def options(line: str) -> dict[str, Any]:
     """The options of a probe's command, defaults included."""
     name, *arguments = shlex.split(line)
-    return as_command(name, command(name)).make_context(name, arguments).params
+    return get_command(probes).commands[name].make_context(name, arguments).params
 
 
 def table(name: str, text: str = TEXT) -> list[tuple[list[str], dict[str, str]]]:
@@ -77,7 +78,7 @@ def test_commands_are_of_every_probe_that_was_measured() -> None:
 def test_report_is_of_the_command_beside_it(name: str) -> None:
     report, (line,) = REPORTS[name], [line for line in COMMANDS if line.split()[0] == name]
     settings = options(line)
-    assert (report["probe"], report["paper"]) == (name, probe_class(name).paper)
+    assert (report["probe"], report["paper"]) == (name, PROBES[name].paper)
     assert {option: settings[option] for option in report["settings"]} == report["settings"]
     assert not re.search(r"/(?:tmp|home|root|work)/", json.dumps(report))
     for suffix in ("json", "png"):

@@ -17,10 +17,9 @@ import diffllama
 from diffllama.checkpoints import versions
 from diffllama.evaluation import runs
 from diffllama.evaluation.datasets.data import Source
-from diffllama.evaluation.models import LoadedModel, digest
+from diffllama.evaluation.models import LoadedModel, ModelSpec, digest
 from diffllama.evaluation.runs import (
     Measurement,
-    ModelSpec,
     Outcome,
     Probe,
     Report,
@@ -184,7 +183,7 @@ class TestRun:
         assert {*files(tmp_path)} == {"results.json", "figure.png", "samples-1.jsonl", "samples-2.jsonl"}
         assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
         results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-        assert results == report.json()
+        assert results == report.record
         assert (results["probe"], results["paper"]) == ("squares", "nowhere")
         assert results["settings"] == {"seed": 5, "count": 6, "values": []}
         assert results["notes"] == []
@@ -312,7 +311,7 @@ class TestRun:
         probe.measure = measure  # type: ignore[method-assign]
         report = run(probe, [spec(tiny_loaded_model("v1"))], output=tmp_path, note=notes.append)
         assert notes[1:] == ["Averages of fewer than 6 samples have no interval."]
-        assert report.json()["notes"] == notes
+        assert report.record["notes"] == notes
         assert (
             run(Long(length=1024), [spec(tiny_loaded_model("v1"))], output=tmp_path / "b").record["notes"] == notes[1:]
         )
@@ -463,7 +462,7 @@ def test_averages_over_a_field_are_per_unit() -> None:
         for number, condition in enumerate(conditions)
         for text in "ab"
     }
-    (found,) = averages_over("depth", [outcomes], lambda name, outcome: name.split()[1])
+    found = averages_over("depth", outcomes, lambda name, outcome: name.split()[1])
     assert [(one.measurements[0].condition, one.measurements[0].values) for one in found.values()] == [
         ({"length": 1}, {"x": 0.5}),
         ({"length": 1}, {"x": 10.5}),
@@ -476,14 +475,14 @@ def test_points_are_a_metric_of_rows_by_model() -> None:
     rows: list[Row] = [
         {"condition": {"at": at}, "models": [{"x": {"mean": at}}, {"x": {"mean": -at}}]} for at in (1, 2)
     ]
-    report = Report(Squares(), ["a", "b"], rows, [], {})
+    report = Report(["a", "b"], rows, [], {})
     assert report.points("x") == {"a": [{"mean": 1}, {"mean": 2}], "b": [{"mean": -1}, {"mean": -2}]}
     assert report.points("x", rows[1:]) == {"a": [{"mean": 2}], "b": [{"mean": -2}]}
 
 
 def test_rows_are_selected_by_their_cells() -> None:
     rows = [{"condition": {"length": 1, "depth": depth}} for depth in (0.0, 0.5)] + [{"condition": {"length": 2}}]
-    report = Report(Squares(), ["a"], rows, [], {})
+    report = Report(["a"], rows, [], {})
     assert report.select(length=1, depth=0.5) == [rows[1]]
     assert report.select(length=1) == rows[:2]
     assert report.select(depth=1) == []

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from diffllama.evaluation.models import LoadedModel
-from diffllama.evaluation.runs import ModelSpec, Probe, Report, run
+from diffllama.evaluation.models import LoadedModel, ModelSpec
+from diffllama.evaluation.runs import Probe, Report, run
 
 
 def run_probe(probe: Probe[Any], *models: LoadedModel, output: Path, data: Path | None = None) -> Report:

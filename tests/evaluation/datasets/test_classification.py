@@ -139,8 +139,9 @@ def test_missing_files(tmp_path: Path) -> None:
 def answered(loaded: LoadedModel, questions: list[str], labels: list[str], context: str = "x") -> list[str]:
     options = option_ids(loaded, ":", {label: f" {label}\n" for label in labels})
     shared = loaded.encode(context)
-    prompts = [Prompt(shared, loaded.encode(f"{question}:"), options) for question in questions]
-    return [label for _, label in sorted(classify(loaded, prompts))]
+    prompts = {question: Prompt(shared, loaded.encode(f"{question}:"), options) for question in questions}
+    answers = dict(classify(loaded, prompts))
+    return [answers[question] for question in questions]
 
 
 def test_answers_are_the_models_if_they_are_classes() -> None:
@@ -207,10 +208,10 @@ def test_a_shared_context_changes_no_answer(loaded: LoadedModel, monkeypatch: py
     prompts = [Prompt(context, loaded.encode(f"{one}:"), options) for context in contexts for one in questions]
     forwards: list[tuple[int, ...]] = []
     handle = loaded.model.register_forward_pre_hook(lambda _, inputs: forwards.append(tuple(inputs[0].shape)))
-    found = dict(classify(loaded, prompts))
+    found = dict(classify(loaded, {str(index): prompt for index, prompt in enumerate(prompts)}))
     handle.remove()
     expected = [whole(loaded, prompt) for prompt in prompts]
-    assert [found[index] for index in range(len(prompts))] == expected
+    assert [found[str(index)] for index in range(len(prompts))] == expected
     assert len(set(expected)) > 2  # of several classes, so that a wrong context would show
     contexts_computed = [shape for shape in forwards if shape[1] in (16, 10, 12, 13)]  # no question is so long
     assert contexts_computed == [(1, 16), (1, 10), (1, 12), (1, 16), (1, 13)]

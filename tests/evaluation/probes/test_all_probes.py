@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from diffllama.evaluation.probes import PROBES, probe_class, settings_class
+from diffllama.evaluation.probes import probe_class
 from diffllama.evaluation.runs import Probe
+from diffllama.evaluation.settings import PROBES
 from support.fake_judge import FakeJudge
 from support.probe_runs import run_probe
 from support.tiny_loaded_models import KINDS, tiny_loaded_model
@@ -37,7 +38,7 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJudge]:
 
 
 def test_settings_are_of_all_probes_that_load_models() -> None:
-    assert list(SETTINGS) == [name for name in PROBES if settings_class(name).loads_models]
+    assert list(SETTINGS) == [name for name, settings in PROBES.items() if settings.loads_models]
 
 
 @pytest.mark.parametrize("kind", KINDS)

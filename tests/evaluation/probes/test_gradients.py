@@ -95,8 +95,8 @@ def by_hand(model: PreTrainedModel, batches: torch.Tensor) -> list[dict[str, tor
 def test_training_equals_a_plain_loop(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if variant == "v2":
         monkeypatch.setattr(Gradients, "draw", lambda *_: None)  # it takes most of the time
-    report = measured(tmp_path, variant=variant, steps=3, learning_rate=1e-2)
-    probe = report.probe
+    probe = made(variant=variant, steps=3, learning_rate=1e-2)
+    report = run_probe(probe, output=tmp_path)
     pair: Pair = probe.specs()[0].load()
     batches = probe.samples(find("novels", None), pair)["step 3"]
     assert batches.shape == (4, 2, 16)

@@ -50,7 +50,8 @@ def test_magnitudes_add_up_and_survive_json() -> None:
     for part in values.split(1500):
         one = Magnitudes()
         one.add(part)
-        total += Magnitudes(**json.loads(json.dumps(one.detail())))
+        read = Magnitudes(**json.loads(json.dumps(one.detail())))
+        total.merge(read.top, read.counts)
     assert whole.detail() == parts.detail() == total.detail()
     assert whole.top.tolist() == values.sort(descending=True).values[:100].tolist()
 
