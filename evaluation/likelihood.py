@@ -38,15 +38,9 @@ def gather_log_probs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def token_log_probs(model: PreTrainedModel, ids: torch.Tensor, chunk: int = CHUNK) -> torch.Tensor:
-    """Log-probability of every token but the first, given all before it.
+    """Log-probability of every token but the first, given all before it: ids [1, n] -> [n - 1], float32, on the CPU.
 
-    Args:
-        model: a causal language model.
-        ids: token ids [1, n]; the cache must fit into memory.
-        chunk: tokens per forward pass.
-
-    Returns:
-        [n - 1] in float32, on the CPU.
+    The cache of all tokens must fit into memory; `chunk` tokens are computed at once.
 
     Raises:
         ValueError: the model keeps a recurrent state.
@@ -63,12 +57,8 @@ def token_log_probs(model: PreTrainedModel, ids: torch.Tensor, chunk: int = CHUN
 def likeliest(scores: Sequence[float] | np.ndarray, dtype: str, option: str = "--dtype") -> int:
     """Index of the highest score; of equal scores, the first.
 
-    Args:
-        scores: may include minus infinity.
-        dtype: of the model, for the error message. option: of the command line that changes it, likewise.
-
     Raises:
-        ValueError: a score is NaN.
+        ValueError: a score is NaN. The message names the model's `dtype` and the `option` that changes it.
     """
     if np.isnan(scores).any():
         raise ValueError(f"The model's scores are not numbers (NaN) in {dtype}. Try another {option}.")
@@ -78,14 +68,7 @@ def likeliest(scores: Sequence[float] | np.ndarray, dtype: str, option: str = "-
 def batches(lengths: Mapping[K, int], batch_tokens: int) -> Iterator[list[K]]:
     """Batches of sequences of equal length, longest first, of at most `batch_tokens` tokens or one sequence.
 
-    Equal lengths need no padding, so no result depends on the other sequences of a batch.
-
-    Args:
-        lengths: of the sequences, by any key.
-        batch_tokens: most tokens of a batch.
-
-    Yields:
-        Keys of the sequences of a batch.
+    Equal lengths need no padding, so no result depends on the other sequences of a batch. `lengths` are by any key.
     """
     by_length: dict[int, list[K]] = {}
     for key, length in lengths.items():
@@ -99,15 +82,9 @@ def batches(lengths: Mapping[K, int], batch_tokens: int) -> Iterator[list[K]]:
 def continuation_log_probs(
     loaded: LoadedModel, pairs: Sequence[tuple[str, str]], batch_tokens: int = 4096
 ) -> Iterator[tuple[int, float]]:
-    """Log-likelihood of continuations.
+    """Log-likelihoods of continuations, given their contexts: sums over their tokens, with the pair's index.
 
-    Args:
-        loaded: model and tokenizer.
-        pairs: contexts and continuations; trailing space of a context counts as part of its continuation.
-        batch_tokens: most tokens of a batch.
-
-    Yields:
-        Index of the pair and the sum of the log-probabilities of its continuation's tokens, batch by batch.
+    Trailing space of a context counts as part of its continuation.
     """
     rows, starts = [], []
     for context, continuation in pairs:
@@ -129,15 +106,10 @@ class Stop(StoppingCriteria):
     """Stops a row when its generated text contains one of the strings.
 
     transformers' `StopStringCriteria` fails with word-level tokenizers and matches strings that begin in the prompt.
-
-    Args:
-        strings: where a row stops.
-        tokenizer: decodes the tokens.
-        start: number of tokens of the prompts.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase, start: int) -> None:
-        self.strings, self.tokenizer, self.start = strings, tokenizer, start
+        self.strings, self.tokenizer, self.start = strings, tokenizer, start  # the length of the prompts
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
         """Which rows are done, [b]."""
@@ -154,17 +126,9 @@ def completions(
     batch_tokens: int = 4096,
     stop: Sequence[str] = (),
 ) -> Iterator[tuple[K, str]]:
-    """Greedy completions of prompts, batch by batch.
+    """Greedy completions of prompts (token ids by any key), batch by batch: key, and text without special tokens.
 
-    Args:
-        loaded: model and tokenizer.
-        prompts: their token ids, by any key.
-        max_new_tokens: longest completion.
-        batch_tokens: most prompt tokens of a batch.
-        stop: strings; a completion ends before the first of them.
-
-    Yields:
-        Key of the prompt and the text that follows it, without special tokens.
+    A batch has at most `batch_tokens` tokens of prompts. A completion ends before the first string of `stop` in it.
     """
     tokenizer = loaded.tokenizer
     pad = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)

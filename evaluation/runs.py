@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import math
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ Row = dict[str, Any]
 samples, `low` and `high`) and, of two models, `difference` (second minus first, likewise)."""
 
 S = TypeVar("S")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,6 @@ def dumps(value: Any, indent: int | None = None) -> str:
     return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
-@dataclass(kw_only=True)
 class Probe(Settings, ABC, Generic[S]):
     """One of the paper's experiments, with its settings. If it `loads_models`, the user names the models."""
 
@@ -128,6 +129,11 @@ class Probe(Settings, ABC, Generic[S]):
             source: the data, a `Source`; `None` of a probe that reads no data.
             loaded: a `LoadedModel`, or what the probe's own `specs` load.
         """
+
+    def drawn(self, items: Iterable[T], count: int | None, name: str) -> list[T]:
+        """So many items, or all there are, in an order of their own for each seed and name."""
+        everything = list(items)
+        return random.Random(f"{self.seed}:{name}").sample(everything, min(count or len(everything), len(everything)))
 
     def tokens_at_once(self, loaded: LoadedModel, samples: Mapping[str, S]) -> int:
         """How many tokens its longest sample has, with what is generated; by default the setting `length`."""
@@ -194,11 +200,6 @@ def average(measured: Sequence[Mapping[str, Outcome]], *, seed: int, intervals: 
     """Average over samples for each condition, with bootstrap intervals; of two models, also their paired difference.
 
     A sample is counted in a condition if every model has it there, with a weight. Fewer than `FEWEST` have no interval.
-
-    Args:
-        measured: for each model, outcomes by sample.
-        seed: of the resampling.
-        intervals: whether to resample.
     """
     by_condition: dict[str, list[dict[str, Measurement]]] = {}
     for index, outcomes in enumerate(measured):
@@ -251,10 +252,8 @@ def averages_over(
 ) -> dict[str, Outcome]:
     """Outcomes of units, such as questions, that were measured at every value of one field of their conditions.
 
-    Args:
-        name: of the field, which the results' conditions lack.
-        outcomes: of one model, by sample, each of one measurement.
-        unit: what a sample, by its name and outcome, is a measurement of. It is another unit in another condition.
+    Each outcome of a model has one measurement, of the `unit` that its name and itself tell. The averages' conditions
+    lack the field `name`, and are of different units where the rest of the conditions differs.
     """
     by_unit: dict[str, tuple[Condition, list[dict[str, float]]]] = {}
     for sample, outcome in outcomes.items():

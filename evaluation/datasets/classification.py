@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
 
@@ -52,19 +53,60 @@ FINE = {
 }
 """TREC's fine codes that are no words -> what a model reads."""
 
-MARK = "\ufeff".encode().decode("latin-1")
-"""With which some editors begin a file of UTF-8, read as Latin-1."""
-
 BATCH_TOKENS = 8192
 """At most so many tokens are in the caches of the questions that are answered together (or one question's)."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A text and its class, both on one line."""
+    """A text and its class, both on one line, with single spaces."""
 
     text: str
     label: str
+
+
+Rows = Iterator[tuple[str, str, str]]
+"""Texts, classes, and where they are from."""
+
+
+def read_trec(file: Path, part: str, fine: bool) -> Rows:
+    """TREC's questions: lines `COARSE:fine question` in Latin-1.
+
+    Classes are the coarse ones, such as `location`, or the fine ones after them, such as `location city`.
+    """
+    mark = "\ufeff".encode().decode("latin-1")  # with which some editors begin a file of UTF-8
+    for number, line in enumerate(read_text(file, "latin-1").removeprefix(mark).split("\n"), 1):
+        if not line.strip():
+            continue
+        match = re.match(r"(\w+):(\w+)\s+(.+)", line)
+        if not match or match[1] not in COARSE:
+            raise ValueError(
+                f"{file}, line {number}: a line is `COARSE:fine question`, COARSE one of {', '.join(COARSE)}, "
+                f"not `{line[:40]}`."
+            )
+        label = COARSE[match[1]]
+        yield match[3], f"{label} {FINE.get(match[2], match[2])}" if fine else label, f"{file}:{number}"
+
+
+def read_banking(file: Path, part: str) -> Rows:
+    """Banking77's queries: CSV with the columns `text` and `category`."""
+    for number, row in enumerate(read_rows(file), 1):
+        yield field(row, "text", file), field(row, "category", file), f"{file}, row {number},"
+
+
+def read_clinc(file: Path, part: str) -> Rows:
+    """CLINC150's utterances: JSON with lists `train` and `test` of [text, intent], without those out of scope."""
+    try:
+        whole = json.loads(read_text(file))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    rows = whole.get(part) if isinstance(whole, dict) else None
+    if not isinstance(rows, list):
+        raise ValueError(f"{file} must be a JSON object with lists `train` and `test` of [text, intent].")
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, list) or len(row) != 2 or not all(isinstance(text, str) for text in row):
+            raise ValueError(f"{file}, row {number} of `{part}`: a row is [text, intent], not {json.dumps(row)}.")
+        yield *row, f"{file}, row {number} of `{part}`,"
 
 
 @dataclass(frozen=True)
@@ -72,89 +114,25 @@ class Task:
     """A data set and how a model is asked about it.
 
     Args:
-        read: training and test examples of a file or folder.
+        read: rows of a file's part, `train` or `test`.
+        train: names of the file with training examples, of which the first that exists is read. test: likewise.
         text: the word before a text. label: the word before its class.
     """
 
-    read: Callable[[Source], tuple[list[Example], list[Example]]]
+    read: Callable[[Path, str], Rows]
+    train: tuple[str, ...]
+    test: tuple[str, ...]
     text: str
     label: str
 
 
-def example(text: str, label: str, where: str) -> Example:
-    """An example whose white space is single spaces; a `ValueError` that says where a part of it is missing."""
-    cleaned = Example(" ".join(text.split()), " ".join(label.replace("_", " ").split()))
-    if not cleaned.text or not cleaned.label:
-        raise ValueError(f"{where} has no {'class' if cleaned.text else 'text'}.")
-    return cleaned
-
-
-def train_and_test(source: Source, train: Sequence[str], test: Sequence[str]) -> tuple[Path, Path]:
-    """The two files of a folder, each the first that there is of these names."""
-    if source.path.is_file():
-        raise ValueError(f"{source.path} is one file. Name the folder with {train[0]} and {test[0]} with --data.")
-    return source.file(*train), source.file(*test)
-
-
-def read_trec(source: Source, fine: bool) -> tuple[list[Example], list[Example]]:
-    """TREC's questions: lines `COARSE:fine question` in Latin-1.
-
-    Classes are the coarse ones, such as `location`, or the fine ones after them, such as `location city`.
-    """
-    train, test = train_and_test(source, ("train.txt", "train_5500.label"), ("test.txt", "TREC_10.label"))
-
-    def examples(file: Path) -> Iterator[Example]:
-        for number, line in enumerate(read_text(file, "latin-1").removeprefix(MARK).split("\n"), 1):
-            if not line.strip():
-                continue
-            match = re.match(r"(\w+):(\w+)\s+(.+)", line)
-            if not match or match[1] not in COARSE:
-                raise ValueError(
-                    f"{file}, line {number}: a line is `COARSE:fine question`, COARSE one of {', '.join(COARSE)}, "
-                    f"not `{line[:40]}`."
-                )
-            name = COARSE[match[1]]
-            yield example(match[3], f"{name} {FINE.get(match[2], match[2])}" if fine else name, f"{file}:{number}")
-
-    return list(examples(train)), list(examples(test))
-
-
-def read_banking(source: Source) -> tuple[list[Example], list[Example]]:
-    """Banking77's queries: CSV with the columns `text` and `category`."""
-
-    def examples(file: Path) -> Iterator[Example]:
-        for number, row in enumerate(read_rows(file), 1):
-            yield example(field(row, "text", file), field(row, "category", file), f"{file}, row {number},")
-
-    train, test = train_and_test(source, ("train.csv",), ("test.csv",))
-    return list(examples(train)), list(examples(test))
-
-
-def read_clinc(source: Source) -> tuple[list[Example], list[Example]]:
-    """CLINC150's utterances: JSON with lists `train` and `test` of [text, intent], without those out of scope."""
-    file = source.file("data_full.json")
-    try:
-        whole = json.loads(read_text(file))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-
-    def examples(part: str) -> Iterator[Example]:
-        rows = whole.get(part) if isinstance(whole, dict) else None
-        if not isinstance(rows, list):
-            raise ValueError(f"{file} must be a JSON object with lists `train` and `test` of [text, intent].")
-        for number, row in enumerate(rows, 1):
-            if not isinstance(row, list) or len(row) != 2 or not all(isinstance(text, str) for text in row):
-                raise ValueError(f"{file}, row {number} of `{part}`: a row is [text, intent], not {json.dumps(row)}.")
-            yield example(row[0], row[1], f"{file}, row {number} of `{part}`,")
-
-    return list(examples("train")), list(examples("test"))
-
+TREC = (("train.txt", "train_5500.label"), ("test.txt", "TREC_10.label"), "Question", "Type")
 
 TASKS: dict[ClassificationTask, Task] = {
-    "trec": Task(lambda source: read_trec(source, fine=False), "Question", "Type"),
-    "trec-fine": Task(lambda source: read_trec(source, fine=True), "Question", "Type"),
-    "banking77": Task(read_banking, "query", "intent"),
-    "clinc150": Task(read_clinc, "utterance", "intent"),
+    "trec": Task(partial(read_trec, fine=False), *TREC),
+    "trec-fine": Task(partial(read_trec, fine=True), *TREC),
+    "banking77": Task(read_banking, ("train.csv",), ("test.csv",), "query", "intent"),
+    "clinc150": Task(read_clinc, ("data_full.json",), ("data_full.json",), "utterance", "intent"),
 }
 """The words before texts and classes are those of Bertsch et al. (arXiv 2405.00200)."""
 
@@ -166,9 +144,20 @@ def read_examples(task: ClassificationTask, source: Source) -> tuple[list[Exampl
         FileNotFoundError: a file is missing.
         ValueError: a file is malformed, or a class of the test examples has no training example.
     """
-    train, test = TASKS[task].read(source)
+    names = {"train": TASKS[task].train, "test": TASKS[task].test}
+    if source.path.is_file() and names["train"] != names["test"]:
+        needed = " and ".join(first for first, *_ in names.values())
+        raise ValueError(f"{source.path} is one file. Name the folder with {needed} with --data.")
+    parts: dict[str, list[Example]] = {part: [] for part in names}
+    for part, examples in parts.items():
+        for text, label, place in TASKS[task].read(source.file(*names[part]), part):
+            example = Example(" ".join(text.split()), " ".join(label.replace("_", " ").split()))
+            if not example.text or not example.label:
+                raise ValueError(f"{place} has no {'class' if example.text else 'text'}.")
+            examples.append(example)
+    test = parts["test"]
     texts = {example.text for example in test}
-    train = [example for example in train if example.text not in texts]
+    train = [example for example in parts["train"] if example.text not in texts]
     if not test:
         raise ValueError(f"{source.path} has no test examples.")
     if unknown := {example.label for example in test} - {example.label for example in train}:

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,17 +133,15 @@ def texts(source: Source) -> dict[str, str]:
     Raises:
         ValueError: there are none.
     """
-    by_name = dict(_texts(source.path))
-    if not by_name:
-        raise ValueError(f"{source.path} has no text: no .txt file, compressed or not, and no .jsonl with `text`.")
-    return by_name
-
-
-def _texts(path: Path) -> Iterator[tuple[str, str]]:
+    path = source.path
     files = [path] if path.is_file() else sorted(path.glob("[!.]*"))  # hidden ones are not in the data's hash either
+    by_name: dict[str, str] = {}
     for file in files:
         if ".jsonl" in file.suffixes:
-            for number, row in enumerate(read_rows(file)):
-                yield f"{file.name}:{number}", text_field(row, "text", file)
+            rows = enumerate(read_rows(file))
+            by_name |= {f"{file.name}:{number}": text_field(row, "text", file) for number, row in rows}
         elif ".txt" in file.suffixes:
-            yield file.name, read_text(file)
+            by_name[file.name] = read_text(file)
+    if not by_name:
+        raise ValueError(f"{path} has no text: no .txt file, compressed or not, and no .jsonl with `text`.")
+    return by_name

@@ -51,12 +51,7 @@ class Prompt:
 
 
 class Haystack:
-    """Sentences of long texts, and how many tokens each takes.
-
-    Args:
-        texts: long texts; sentences are taken until they fill four prompts of `length` tokens.
-        tokenizer: counts tokens.
-        length: of the longest prompt, in tokens.
+    """Sentences of long texts that fill four prompts of `length` tokens, and how many tokens each takes.
 
     Raises:
         ValueError: there is no sentence.
@@ -84,14 +79,10 @@ class Haystack:
         return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     def prompt(self, *, length: int, depth: float, needles: int, queries: int, seed: str) -> Prompt:
-        """A prompt with `needles` needles, `queries` of them asked for.
+        """A prompt of `length` tokens, or less than a sentence fewer, `queries` of whose needles are asked for.
 
-        Args:
-            length: most tokens; a prompt has less than a sentence fewer.
-            depth: where the first needle that is asked for stands, from 0, the beginning of the text, to 1, its end.
-                The others stand anywhere.
-            needles: how many. queries: how many of them are asked for.
-            seed: of cities, numbers, places and the part of the text.
+        The first of these stands at `depth`, from 0, the beginning of the text, to 1, its end; all others stand
+        anywhere. The seed is of cities, numbers, places and the part of the text.
 
         Raises:
             ValueError: so few tokens hold no text.

@@ -3,7 +3,6 @@
 """Mathematical word problems: their files, worked examples, and the check of a completion's answer."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -16,6 +15,15 @@ from diffllama.evaluation.settings import WordProblemTask
 
 FOLDERS = {"math": "multiple_choice"}
 """Tasks whose data `find` has under another name."""
+
+FILES = {
+    "gsm8k": "test.jsonl",
+    "math": "math.jsonl",
+    "svamp": "SVAMP.json",
+    "asdiv": "ASDiv.xml",
+    "mawps": "fold0.dev.csv",
+}
+"""Task -> its file; of MAWPS all files are read that end in `.csv`."""
 
 INSTRUCTION = "\n\nReason step by step, and put your final answer within \\boxed{}."
 """The instruction after a problem in a chat."""
@@ -84,54 +92,47 @@ def read(task: WordProblemTask, source: Source) -> dict[str, Problem]:
         FileNotFoundError: there is no such file.
         ValueError: it has another form.
     """
-    match task:
-        case "gsm8k" | "math":
-            file = source.file("test.jsonl" if task == "gsm8k" else "math.jsonl")
-            files, problems = [file], _rows
-        case "svamp":
-            files, problems = [source.file("SVAMP.json")], _svamp
-        case "asdiv":
-            files, problems = [source.file("ASDiv.xml")], _asdiv
-        case "mawps":
-            files, problems = sorted(source.path.glob("[!.]*.csv")) or [source.file("fold0.dev.csv")], _mawps
-    by_name = {f"{file.name}:{number}": problem for file in files for number, problem in enumerate(problems(file))}
+    files = sorted(source.path.glob("[!.]*.csv")) if task == "mawps" else []
+    by_name = {
+        f"{file.name}:{number}": _problem(row, task, file)
+        for file in files or [source.file(FILES[task])]
+        for number, row in enumerate(_xml_rows(file) if task == "asdiv" else read_rows(file))
+    }
     if not by_name:
         raise ValueError(f"{source.path} has no problem.")
     return by_name
 
 
-def _rows(file: Path) -> Iterator[Problem]:
-    for row in read_rows(file):
-        yield Problem(text_field(row, ("question", "problem", "context"), file), _answer(row, "answer", file))
-
-
-def _svamp(file: Path) -> Iterator[Problem]:
-    for row in read_rows(file):
-        question = _joined(text_field(row, "Body", file), text_field(row, "Question", file))
-        yield Problem(question, _answer(row, "Answer", file))
-
-
-def _asdiv(file: Path) -> Iterator[Problem]:
+def _xml_rows(file: Path) -> list[dict[str, str]]:
     try:
         root = ElementTree.fromstring(read_text(file))
     except ElementTree.ParseError as error:
         raise ValueError(f"{file} is not XML: {error}") from error
-    for element in root.iter("Problem"):
-        row = {child.tag: child.text or "" for child in element}
-        question = _joined(text_field(row, "Body", file), text_field(row, "Question", file))
-        yield Problem(question, _answer(row, "Answer", file))
+    return [{child.tag: child.text or "" for child in problem} for problem in root.iter("Problem")]
 
 
-def _mawps(file: Path) -> Iterator[Problem]:
-    for row in read_rows(file):
-        numbers = [number.removesuffix(".0") for number in field(row, "Numbers", file).split()]
-        masked = text_field(row, "Question", file)
-        words = re.split(r"number(\d+)", masked)
-        try:
-            words[1::2] = [numbers[int(at)] for at in words[1::2]]
-        except IndexError as error:
-            raise ValueError(f"{file} has a question with more numbers than its `Numbers`: {masked}") from error
-        yield Problem("".join(words), _answer(row, "Answer", file))
+def _problem(row: dict[str, Any], task: WordProblemTask, file: Path) -> Problem:
+    if task in ("gsm8k", "math"):
+        return Problem(text_field(row, ("question", "problem", "context"), file), _answer(row, "answer", file))
+    if task == "mawps":
+        question = _unmasked(row, file)
+    else:
+        body, question = (text_field(row, name, file).strip() for name in ("Body", "Question"))
+        whole = body.endswith((".", "?", "!"))  # another one is the beginning of its question: "If there are 3 more"
+        question = f"{body}{'' if whole else ','} {question}"
+    return Problem(question, _answer(row, "Answer", file))
+
+
+def _unmasked(row: dict[str, Any], file: Path) -> str:
+    """The question of a row of MAWPS, whose numbers stand in a column of their own."""
+    numbers = [number.removesuffix(".0") for number in field(row, "Numbers", file).split()]
+    masked = text_field(row, "Question", file)
+    words = re.split(r"number(\d+)", masked)
+    try:
+        words[1::2] = [numbers[int(at)] for at in words[1::2]]
+    except IndexError as error:
+        raise ValueError(f"{file} has a question with more numbers than its `Numbers`: {masked}") from error
+    return "".join(words)
 
 
 def _answer(row: dict[str, Any], name: str, file: Path) -> str:
@@ -139,12 +140,6 @@ def _answer(row: dict[str, Any], name: str, file: Path) -> str:
     given = field(row, name, file)
     text = str(given) if type(given) in (int, float) else text_field(row, name, file)
     return text_field({name: text.rpartition("####")[2].strip()}, name, file)
-
-
-def _joined(body: str, question: str) -> str:
-    """A body that is no whole sentence ("If there are 3 more") is the beginning of its question."""
-    body = body.strip()
-    return f"{body}{'' if body.endswith(('.', '?', '!')) else ','} {question.strip()}"
 
 
 # --- answers --------------------------------------------------------------------------------------------------------

@@ -72,7 +72,6 @@ def last_rows(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, 
     return signed, absolute
 
 
-@dataclass(kw_only=True)
 class AttentionToAnswer(AttentionToAnswerSettings, Probe[Passage]):
     """Attention of the prompt's last token, which predicts the first one of the answer, to the answer and to noise.
 

@@ -3,7 +3,6 @@
 """How much a longer context helps: the average loss of the tokens up to a position."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -17,7 +16,6 @@ from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report, S
 from diffllama.evaluation.settings import ContextSettings, LongTextSettings
 
 
-@dataclass(kw_only=True)
 class LongTextProbe(LongTextSettings, Probe[S]):
     """Measures the beginnings of long texts."""
 
@@ -39,7 +37,6 @@ class LongTextProbe(LongTextSettings, Probe[S]):
         return beginnings
 
 
-@dataclass(kw_only=True)
 class Context(ContextSettings, LongTextProbe[list[int]]):
     """Cumulative average negative log-likelihood by position, on long texts."""
 

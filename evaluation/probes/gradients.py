@@ -5,7 +5,6 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar
 
@@ -44,7 +43,6 @@ def norms(model: PreTrainedModel) -> dict[str, list[float]]:
     return dict(by_part)
 
 
-@dataclass(kw_only=True)
 class Gradients(GradientsSettings, ModelPairProbe[torch.Tensor]):
     """Norms of the loss's gradients at initialisation and in early training, averaged over the layers.
 

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contextual hallucination: whether summaries and answers say what their document says, in the eyes of a judge."""
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,7 +33,12 @@ hallucination, or with the line "Conclusion: False" if it is not."""
 """The prompt of a judge."""
 
 
-@dataclass(kw_only=True)
+def text_and_question(document: Document) -> str:
+    """The text and, if there is one, the question."""
+    return document.text + (f"\n\nQuestion: {document.question}" if document.question else "")
+
+
+@dataclass(kw_only=True)  # which calls `__post_init__`
 class Hallucination(HallucinationSettings, Probe[Document]):
     """The share of greedy summaries or answers that a judge finds accurate and free of hallucination.
 
@@ -80,21 +84,21 @@ class Hallucination(HallucinationSettings, Probe[Document]):
     def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, Document]:
         """The documents that are drawn, cut to `length`."""
         documents = read(self.task, source)
-        drawn = random.Random(f"{self.seed}:{self.task}").sample(list(documents), min(self.documents, len(documents)))
-        return {name: self.cut(documents[name], loaded) for name in drawn}
+        return {name: self.cut(documents[name], loaded) for name in self.drawn(documents, self.documents, self.task)}
 
     def cut(self, document: Document, loaded: LoadedModel) -> Document:
         """Its beginning."""
         ids = loaded.encode(document.text)
-        return replace(document, text=loaded.tokenizer.decode(ids[: self.length])) if ids[self.length :] else document
+        if len(ids) <= self.length:
+            return document
+        return replace(document, text=loaded.tokenizer.decode(ids[: self.length]))
 
     def prompt(self, loaded: LoadedModel, document: Document) -> list[int]:
         """Token ids of the prompt."""
-        if document.question:
-            text = f"Answer the question from the document alone.\n\nDocument: {document.text}"
-            text += f"\n\nQuestion: {document.question}"
-        else:
-            text = f"Summarise the document in a few sentences.\n\nDocument: {document.text}"
+        task = "Answer the question from the document alone."
+        if not document.question:
+            task = "Summarise the document in a few sentences."
+        text = f"{task}\n\nDocument: {text_and_question(document)}"
         if self.chat:
             return loaded.chat(text)
         return loaded.prefix + loaded.encode(f"{text}\n\n{self.kind.capitalize()}:")
@@ -120,28 +124,24 @@ class Hallucination(HallucinationSettings, Probe[Document]):
         """The outcome of a response, with the verdicts of all judges."""
         asked = JUDGEMENT.format(
             kind=self.kind,
-            document=document.text + (f"\n\nQuestion: {document.question}" if document.question else ""),
+            document=text_and_question(document),
             reference=document.reference,
             response=response,
         )
         replies = {judge: model.ask(asked) for judge, model in self.judges.items()} if response else {}
         verdicts = {judge: verdict(reply) for judge, reply in replies.items()}
-        measurements = [
-            Measurement(
-                {"judge": judge},
-                {
-                    "accuracy": float(verdicts.get(judge) is True),
-                    "unreadable": float(bool(response) and verdicts[judge] is None),
-                    "empty": float(not response),
-                },
-            )
-            for judge in self.judges
-        ]
+        measurements = []
+        for judge in self.judges:
+            values = {
+                "accuracy": verdicts.get(judge) is True,
+                "unreadable": bool(response) and verdicts[judge] is None,
+                "empty": not response,
+            }
+            measurements.append(Measurement({"judge": judge}, {name: float(value) for name, value in values.items()}))
         if len(verdicts) > 1:
             measurements.append(Measurement({"judge": "all judges"}, {"agreement": agreement(list(verdicts.values()))}))
-        return Outcome(
-            name, measurements, {"response": response, "asked": asked, "replies": replies, "verdicts": verdicts}
-        )
+        detail = {"response": response, "asked": asked, "replies": replies, "verdicts": verdicts}
+        return Outcome(name, measurements, detail)
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
         """Averages, and the judges' κ on each model's responses, to the documents of which they saw every model's."""

@@ -28,7 +28,6 @@ class Trial(Prompt):
     label: str
 
 
-@dataclass(kw_only=True)
 class InContext(InContextSettings, Probe[Trial]):
     """Classification of test questions after demonstrations, training examples of the same data set.
 
@@ -65,8 +64,8 @@ class InContext(InContextSettings, Probe[Trial]):
         def question(example: Example) -> list[int]:
             return loaded.encode(f"{words.text}: {example.text}\n{words.label}:")
 
-        picked = random.Random(f"{self.seed}:questions").sample(range(len(test)), min(self.questions, len(test)))
-        asked = {index: question(test[index]) for index in sorted(picked)}
+        picked = sorted(self.drawn(range(len(test)), self.questions, "questions"))
+        asked = {index: question(test[index]) for index in picked}
         room = self.length - len(loaded.prefix) - max(map(len, asked.values())) - max(map(len, options.values()))
         ids: dict[Example, list[int]] = {}
         demonstrations = []
@@ -94,7 +93,6 @@ class InContext(InContextSettings, Probe[Trial]):
             yield Outcome(name, [accuracy], {"label": trial.label, "answer": answer})
 
 
-@dataclass(kw_only=True)
 class ManyShot(ManyShotSettings, InContext):
     """Accuracy with 1, 2, 4, … demonstrations, and with as many as fit into the length.
 

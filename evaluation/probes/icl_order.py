@@ -4,7 +4,6 @@
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
@@ -61,7 +60,6 @@ def by_chance(correct: np.ndarray, seed: int) -> float:
     return float(np.mean([spread(draw.permuted(correct, axis=0).mean(1))["margin"] for _ in range(RESAMPLES)]))
 
 
-@dataclass(kw_only=True)
 class ShotOrder(ShotOrderSettings, InContext):
     """Accuracy over permutations of the same demonstrations, in random order and alternating by class.
 

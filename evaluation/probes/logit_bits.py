@@ -2,10 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accuracy of a model whose attention logits are quantised."""
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -62,7 +60,6 @@ def log_likelihoods(loaded: LoadedModel, items: Sequence[Item], bits: int, batch
     return [[next(scores) for _ in item.continuations] for item in items]
 
 
-@dataclass(kw_only=True)
 class LogitBits(LogitBitsSettings, Probe[Item]):
     """Zero-shot accuracy of multiple choice with the attention logits quantised dynamically, after training.
 
@@ -82,9 +79,7 @@ class LogitBits(LogitBitsSettings, Probe[Item]):
 
     def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, Item]:
         """Questions by their id."""
-        items = read(self.task, source)
-        drawn = random.Random(f"{self.seed}:{self.task}").sample(items, min(self.items, len(items)))
-        return {item.id: item for item in drawn}
+        return {item.id: item for item in self.drawn(read(self.task, source), self.items, self.task)}
 
     def tokens_at_once(self, loaded: LoadedModel, samples: Mapping[str, Item]) -> int:
         """The longest answer with its question."""

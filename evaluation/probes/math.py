@@ -2,9 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Word problems of mathematics: how many a model solves, and how long its reasoning is."""
 
-import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from diffllama.evaluation.datasets.data import Source
@@ -25,7 +23,6 @@ from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report
 from diffllama.evaluation.settings import MathSettings
 
 
-@dataclass(kw_only=True)
 class Math(MathSettings, Probe[Problem]):
     r"""Accuracy and length of the reasoning, by greedy generation.
 
@@ -48,8 +45,7 @@ class Math(MathSettings, Probe[Problem]):
     def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, Problem]:
         """The problems that are drawn."""
         problems = read(self.task, source)
-        count = min(self.problems or len(problems), len(problems))
-        return {name: problems[name] for name in random.Random(f"{self.seed}:math").sample(list(problems), count)}
+        return {name: problems[name] for name in self.drawn(problems, self.problems, "math")}
 
     def prompt(self, loaded: LoadedModel, problem: Problem) -> list[int]:
         """Token ids of the prompt."""

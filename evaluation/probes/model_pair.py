@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A differential model and its matched Transformer, with random weights, made for a probe."""
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,6 @@ Pair = dict[str, PreTrainedModel]
 """The models called transformer and diff."""
 
 
-@dataclass(kw_only=True)
 class ModelPairProbe(ModelPairSettings, Probe[S]):
     """Measures a pair of models that it makes itself."""
 

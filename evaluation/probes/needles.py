@@ -27,7 +27,6 @@ class Task:
     condition: dict[str, Any]
 
 
-@dataclass(kw_only=True)
 class Needles(NeedlesSettings, Probe[Task]):
     """Multi-needle retrieval: N cities get magic numbers in a text, R of them are asked for.
 

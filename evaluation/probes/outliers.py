@@ -3,7 +3,6 @@
 """Activation outliers: the largest attention logits and hidden states, beside their median."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -94,7 +93,6 @@ def magnitudes(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, Magnitude
     return dict(zip(KINDS, (logits, states), strict=True))
 
 
-@dataclass(kw_only=True)
 class Outliers(OutliersSettings, Probe[list[int]]):
     """Largest magnitudes and median of attention logits and hidden states.
 

@@ -40,7 +40,6 @@ class Text:
     hits: list[int]
 
 
-@dataclass(kw_only=True)
 class Recall(RecallSettings, LongTextProbe[Text]):
     """Average negative log-likelihood of slices of the tokens, after Zoology (arXiv 2312.04927).
 

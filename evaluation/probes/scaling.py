@@ -4,7 +4,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -75,36 +75,30 @@ class Curve:
         condition: over what, and what is fixed: {"over": "parameters", "tokens": 1e10}.
         points: by architecture.
         irreducible: whether to fit the irreducible loss.
-        sizes: of DIFFs to compare.
     """
 
     condition: Condition
     points: dict[str, Points]
     irreducible: bool
-    sizes: list[float]
 
-    def measure(self) -> list[Measurement]:
-        """Fit both laws, and for each size of a DIFF find the Transformer of equal loss."""
-        laws = {name: PowerLaw.fit(points, self.irreducible) for name, points in self.points.items()}
-        measurements = []
-        for name, law in laws.items():
-            error = math.sqrt(sum((law(x) - loss) ** 2 for x, loss in self.points[name]) / len(self.points[name]))
-            measurements.append(Measurement(self.condition | {"law": name}, asdict(law) | {"rms_error": error}))
-        for size in self.sizes:
-            loss = laws["diff"](size)
-            equal = laws["transformer"].inverse(loss)
-            measurements.append(
-                Measurement(
-                    self.condition | {"diff": size}, {"loss": loss, "transformer": equal, "share": size / equal}
-                )
-            )
-        return measurements
-
-    def without(self) -> Iterator["Curve"]:
-        """The curve with each of its points left out in turn."""
+    def measure(self) -> Iterator[Measurement]:
+        """The fit to all points, then those without each of them in turn."""
+        yield from self.fit(self.points)
         for name, points in self.points.items():
             for at in range(len(points)):
-                yield replace(self, points=self.points | {name: points[:at] + points[at + 1 :]})
+                yield from self.fit(self.points | {name: points[:at] + points[at + 1 :]})
+
+    def fit(self, points: dict[str, Points]) -> Iterator[Measurement]:
+        """Both laws, and for each size of a DIFF the Transformer of equal loss."""
+        laws = {name: PowerLaw.fit(losses, self.irreducible) for name, losses in points.items()}
+        for name, law in laws.items():
+            error = math.sqrt(sum((law(x) - loss) ** 2 for x, loss in points[name]) / len(points[name]))
+            yield Measurement(self.condition | {"law": name}, asdict(law) | {"rms_error": error})
+        for size in sorted({x for x, _ in self.points["diff"]}):
+            loss = laws["diff"](size)
+            equal = laws["transformer"].inverse(loss)
+            values = {"loss": loss, "transformer": equal, "share": size / equal}
+            yield Measurement(self.condition | {"diff": size}, values)
 
 
 def number(row: dict[str, Any], name: str, file: Path) -> float:
@@ -144,7 +138,7 @@ def curves(file: Path) -> list[Curve]:
             for name, losses in points.items():
                 if losses[-1][1] >= losses[0][1]:
                     raise ValueError(f"{file} has losses of {name} that do not fall with {condition['over']}.")
-            fitted.append(Curve(condition, points, fewest > FEWEST, sorted({x for x, _ in points["diff"]})))
+            fitted.append(Curve(condition, points, irreducible=fewest > FEWEST))
     if not fitted:
         raise ValueError(
             f"{file} has no curve: it needs {FEWEST} or more `parameters` with equal `tokens`, or `tokens` with equal "
@@ -153,12 +147,12 @@ def curves(file: Path) -> list[Curve]:
     return fitted
 
 
-def by_curve(outcomes: Mapping[str, Outcome]) -> list[list[Outcome]]:
-    """The fits to each curve, the whole one first."""
-    fits: dict[str, list[Outcome]] = {}
-    for name, outcome in outcomes.items():
-        fits.setdefault(name.partition(",")[0], []).append(outcome)
-    return list(fits.values())
+def fits(outcome: Outcome) -> list[list[Measurement]]:
+    """The fits to a curve, for each condition: to all points first."""
+    by_condition: dict[str, list[Measurement]] = {}
+    for measurement in outcome.measurements:
+        by_condition.setdefault(str(measurement.condition), []).append(measurement)
+    return list(by_condition.values())
 
 
 def inside(pair: Measurement, points: dict[str, Points]) -> bool:
@@ -167,7 +161,6 @@ def inside(pair: Measurement, points: dict[str, Points]) -> bool:
     return min(sizes) <= pair.values["transformer"] <= max(sizes)
 
 
-@dataclass(kw_only=True)
 class Scaling(ScalingSettings, Probe[Curve]):
     """Power laws L(N) and L(D) of given losses, and where both architectures' are equal.
 
@@ -190,31 +183,28 @@ class Scaling(ScalingSettings, Probe[Curve]):
         return [ModelSpec("losses", {}, lambda: None)]
 
     def samples(self, source: Source, loaded: None) -> Mapping[str, Curve]:
-        """Each curve, whole and without each of its points."""
-        return {
-            f"curve {number}, fit {fit}": part
-            for number, curve in enumerate(curves(source.file("losses.csv", "losses.jsonl")))
-            for fit, part in enumerate((curve, *curve.without()))
-        }
+        """The curves of the data."""
+        found = curves(source.file("losses.csv", "losses.jsonl"))
+        return {f"curve {number}": curve for number, curve in enumerate(found)}
 
     def measure(self, loaded: None, samples: Mapping[str, Curve]) -> Iterator[Outcome]:
         """Fits."""
         for name, curve in samples.items():
-            yield Outcome(name, curve.measure(), {"points": curve.points})
+            yield Outcome(name, list(curve.measure()), {"points": curve.points})
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
-        """Of each curve the whole one's numbers, and their range over the others."""
+        """Of each curve the numbers of all points, and their range without one of them."""
         rows = []
-        for whole, *others in by_curve(measured[0]):
-            points = whole.detail["points"]
-            for first, *same in zip(*(outcome.measurements for outcome in (whole, *others)), strict=True):
+        for outcome in measured[0].values():
+            points = outcome.detail["points"]
+            for whole, *others in fits(outcome):
                 numbers = {}
-                for metric, value in first.values.items():
-                    every = [value, *(outcome.values[metric] for outcome in same)]
+                for metric, value in whole.values.items():
+                    every = [value, *(other.values[metric] for other in others)]
                     numbers[metric] = {"mean": value, "low": min(every), "high": max(every)}
-                condition = first.condition
+                condition = whole.condition
                 if "diff" in condition:
-                    condition = condition | {"range": "measured" if inside(first, points) else "extrapolated"}
+                    condition = condition | {"range": "measured" if inside(whole, points) else "extrapolated"}
                 rows.append({"condition": condition, "samples": sum(map(len, points.values())), "models": [numbers]})
         return rows
 
@@ -223,10 +213,10 @@ class Scaling(ScalingSettings, Probe[Curve]):
 
         It is for the largest DIFF for which the Transformer's size is not extrapolated.
         """
-        wholes = [whole for whole, *_ in by_curve(report.outcomes[0])]
-        for axes, whole in zip(panels(figure, len(wholes)), wholes, strict=True):
-            points = whole.detail["points"]
-            transformer, diff, *pairs = whole.measurements
+        outcomes = report.outcomes[0].values()
+        for axes, outcome in zip(panels(figure, len(outcomes)), outcomes, strict=True):
+            points = outcome.detail["points"]
+            transformer, diff, *pairs = [whole for whole, *_ in fits(outcome)]
             ends = [x for curve_points in points.values() for x, _ in curve_points]
             x = np.geomspace(min(ends), max(ends), 100)
             for index, (name, law) in enumerate(zip(LABELS, (transformer, diff), strict=True)):

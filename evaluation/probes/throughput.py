@@ -5,7 +5,7 @@
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,6 @@ def check(name: str, model: PreTrainedModel, ids: torch.Tensor) -> None:
     model.zero_grad()
 
 
-@dataclass(kw_only=True)
 class Throughput(ThroughputSettings, ModelPairProbe[int]):
     """Tokens per second of a DIFF and its matched Transformer, both with random weights and torch's own attention.
 

@@ -33,13 +33,9 @@ logger = logging.getLogger(__name__)
 def given(name: str, data: str | None, data_source: dict[str, bool] | None = None) -> Iterator[Source]:
     """The data called `name` of `data`, or of the environment's DIFFLLAMA_DATA, or the built-in sample.
 
-    Errors while reading them name lm-eval's option.
-
-    Args:
-        name: as in `find`.
-        data: file or folder.
-        data_source: gets `built_in`, whether the data are the built-in sample. It is the dictionary in the task's
-            metadata, which lm-eval writes into its results file after the task has read its data.
+    Errors while reading them name lm-eval's option. `data_source` is the dictionary of that name in the task's
+    metadata, which lm-eval writes into its results file after the task has read its data: it gets `built_in`, whether
+    these are the built-in sample.
     """
     if data is not None and not isinstance(data, str):  # lm-eval makes a number of 1
         raise ValueError(f"--metadata data must be a path, such as ./novels, got {data!r}.")
@@ -66,8 +62,7 @@ def multiple_choice(
 
     Args:
         task: one of `multiple_choice.TASKS`.
-        data: of `--metadata`: a folder with `multiple_choice/` and `hellaswag/`.
-        data_source: the dictionary of that name in the task's metadata, see `given`.
+        data: of `--metadata`: a folder with `multiple_choice/` and `hellaswag/`. data_source: see `given`.
         metadata: the model's arguments, on which no item depends.
 
     Raises:
@@ -88,11 +83,9 @@ def multiple_choice(
 
 
 def accuracy(doc: Mapping[str, Any], results: Iterable[tuple[float, bool]]) -> dict[str, float]:
-    """Whether the right answer of an item is the most likely one.
+    """Whether the right answer of an item, a row of `multiple_choice`, is the most likely one.
 
-    Args:
-        doc: a row of `multiple_choice`.
-        results: for each answer its log-likelihood, and whether it is the greedy one.
+    Of each answer, `results` has the log-likelihood, and whether it is the greedy one.
 
     Raises:
         ValueError: a log-likelihood is NaN.
@@ -116,14 +109,14 @@ def setting(name: str, value: Any) -> Any:
     kind, option = get_args(get_type_hints(NeedlesSettings, include_extras=True)[name])
     (number_type,) = get_args(kind) or (kind,)
     several = kind is not number_type
-    values = value if several and isinstance(value, list | tuple) else [value]
+    numbers = value if several and isinstance(value, list | tuple) else [value]
     most = math.inf if option.max is None else option.max
     # True is not a number here
-    if not values or not all(type(number) in (int, number_type) and option.min <= number <= most for number in values):
+    if not numbers or not all(type(one) in (int, number_type) and option.min <= one <= most for one in numbers):
         expected = f"a {'whole ' * (number_type is int)}number{' or a list of them' * several}, from {option.min}"
         expected += f" to {most}" * (most < math.inf)
         raise ValueError(f"--metadata {name} must be {expected}, got {value!r}.")
-    numbers = [number_type(number) for number in values]
+    numbers = [number_type(number) for number in numbers]
     return numbers if several else numbers[0]
 
 
@@ -134,8 +127,7 @@ def needles(
 
     Args:
         needles: `R_of_N`.
-        data: of `--metadata`: a folder with `novels/`, or with long texts.
-        data_source: the dictionary of that name in the task's metadata, see `given`.
+        data: of `--metadata`: a folder with `novels/`, or with long texts. data_source: see `given`.
         metadata: `length` and `depth`, one or a list, `samples_per_condition` and `seed`, as the probe has them; and
             the model's arguments, of which `tokenizer` or `pretrained` names what counts the tokens.
 
@@ -159,10 +151,5 @@ def needles(
 
 
 def share_found(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """The fraction of the requested numbers found in a completion.
-
-    Args:
-        doc: a row of `needles`.
-        results: the completion.
-    """
+    """The fraction of the requested numbers of a row of `needles` that are found in its one completion."""
     return {"accuracy": Prompt(**doc["prompt"]).fraction_found(results[0])}
