@@ -45,15 +45,34 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_list_names_every_probe_and_imports_no_torch() -> None:
-    code = (
-        "import atexit, sys; from diffllama.cli import main; sys.argv = ['diffllama', 'probe', '--help'];"
-        "atexit.register(lambda: print('torch' in sys.modules, 'matplotlib' in sys.modules)); main()"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.splitlines()[-1] == "False False"
-    assert [name for name in PROBES if f" {name} " not in result.stdout] == []
+def test_help_and_refusals_import_no_heavy_library() -> None:
+    commands = {
+        "--help": (0, [" eval ", " probe "]),
+        "eval --help": (0, ["usage: lm-eval [-h] COMMAND"]),
+        "eval run --nonesuch": (2, ["unrecognized arguments: --nonesuch"]),
+        "probe --help": (0, [f" {name} " for name in PROBES]),
+        "probe needles --help": (0, ["--samples"]),
+        "probe icl-order --help": (0, ["trec-fine"]),
+        "probe context": (2, ["Name one model"]),
+        "probe logit-bits m --task nonesuch": (2, ["nonesuch"]),
+        "probe attention m --depth nan": (2, ["--depth"]),
+        "probe gradients --learning-rate inf": (2, ["--learning-rate must be a finite number"]),
+    }
+    code = """
+import json, sys
+from typer.testing import CliRunner
+from diffllama.cli import app
+heavy = {"datasets", "matplotlib", "torch", "transformers"}
+for command in sys.argv[1:]:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, command.split())
+    print(json.dumps([result.exit_code, result.output, sorted(heavy & set(sys.modules))]))
+"""
+    result = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True, check=True)
+    lines = result.stdout.splitlines()
+    for (command, (expected_status, texts)), line in zip(commands.items(), lines, strict=True):
+        status, output, imported = json.loads(line)
+        assert (status, imported) == (expected_status, []), command
+        assert [text for text in texts if text not in output] == [], command
 
 
 @pytest.mark.parametrize("name", PROBES)

@@ -1,15 +1,16 @@
 """`diffllama eval` and the tasks that it brings, of models whose answers are known or equal."""
 
-import functools
 import inspect
 import json
 import math
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lm_eval.tasks
 import pytest
 from huggingface_hub import ModelCard
 from lm_eval import simple_evaluate
@@ -48,68 +49,72 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def paper(folder: str, tasks: str, **arguments: Any) -> dict[str, Any]:
-    """The model's class, and what lm-eval finds in two items of each task without and with examples."""
-    from lm_eval import simple_evaluate
-    from lm_eval.api.registry import get_model
-    from lm_eval.tasks import TaskManager
-    from torch.utils import collect_env
-
-    collect_env.get_pretty_env_info = str  # a list of installed packages, made by pip
-    model = get_model("hf").create_from_arg_obj({"pretrained": folder, **arguments}, {"batch_size": 8, "device": "cpu"})
-    found = {"class": [type(model.model).__module__, type(model.model).__name__]}
-    manager = TaskManager(include_path=tasks, include_defaults=False)
-    for shots in (0, 2):
-        found[f"{shots}-shot"] = simple_evaluate(
-            model=model, tasks=["diffllama_paper"], num_fewshot=shots, limit=2, task_manager=manager, bootstrap_iters=0
-        )
-    return found
-
-
-def log_likelihoods(found: dict[str, Any]) -> dict[str, list[list[float]]]:
-    """For every task, with and without examples, each item's."""
-    return {
-        f"{task}, {shots}": [[answer[0] for answer in sample["filtered_resps"]] for sample in samples]
-        for shots in ("0-shot", "2-shot")
-        for task, samples in found[shots]["samples"].items()
-    }
+def manager(**metadata: Any) -> TaskManager:
+    """Of our tasks alone: lm-eval takes seconds to find its own."""
+    return TaskManager(include_path=str(TASKS), include_defaults=False, metadata=metadata)
 
 
 @pytest.fixture(scope="module")
-def original(models: Path) -> dict[str, Any]:
-    return paper(str(models / "llama"), str(TASKS))
+def original(models: Path) -> dict[int, dict[str, Any]]:
+    """What lm-eval finds of the Llama in two items of each task, with no examples and with two."""
+    model = HFLM(str(models / "llama"), batch_size=8, device="cpu")
+    return {
+        shots: simple_evaluate(
+            model=model,
+            tasks=["diffllama_paper"],
+            num_fewshot=shots,
+            limit=2,
+            task_manager=manager(),
+            bootstrap_iters=0,
+        )
+        for shots in (0, 2)
+    }
+
+
+def scores(folder: str, groups: list[list[tuple[str, str]]], **arguments: Any) -> tuple[str, str, list[list[float]]]:
+    """The model's class, and its log-likelihoods of groups of pairs of a prompt and an answer, by lm-eval."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    model = HFLM(folder, batch_size=8, device="cpu", **arguments)
+    found = [
+        model.loglikelihood([Instance("loglikelihood", {}, tuple(pair), at) for at, pair in enumerate(pairs)])
+        for pairs in groups
+    ]
+    kind = type(model.model)
+    return kind.__module__, kind.__name__, [[score for score, _ in group] for group in found]
 
 
 @pytest.mark.slow
-def test_llama_conversion_and_remote_code_have_equal_log_likelihoods(models: Path, original: dict[str, Any]) -> None:
-    package = paper(str(models / "diff"), str(TASKS))
-    code = (
-        "import sys\nfrom typing import Any\n"
-        f"{inspect.getsource(paper)}{inspect.getsource(log_likelihoods)}"
-        f"found = paper({str(models / 'diff')!r}, {str(TASKS)!r}, trust_remote_code=True)\n"
-        "facts.update(log_likelihoods=log_likelihoods(found), the_class=found['class'])"
-    )
-    remote = subprocess_runner.facts(code, {"HF_MODULES_CACHE": str(models / "modules")})
-    assert original["class"][1] == "LlamaForCausalLM"
-    assert package["class"][0] == "diffllama.modeling_diff.modeling_diffllama"
-    assert remote["the_class"][0].startswith("transformers_modules.")
-    assert package["class"][1] == remote["the_class"][1] == "DifferentialLlamaForCausalLM"
-
-    known = log_likelihoods(original)
-    assert log_likelihoods(package) == known
-    assert remote["log_likelihoods"] == known
-    assert [len(items) for items in known.values()] == [2] * 14
-    values = [value for items in known.values() for item in items for value in item]
+def test_llama_conversion_and_remote_code_have_equal_log_likelihoods(
+    models: Path, original: dict[int, dict[str, Any]]
+) -> None:
+    groups = [[sample for items in found["samples"].values() for sample in items] for found in original.values()]
+    pairs = [[pair for sample in samples for pair in sample["arguments"]] for samples in groups]
+    known = [[score for sample in samples for score, _ in sample["filtered_resps"]] for samples in groups]
+    values = [value for group in known for value in group]
+    assert [len(samples) for samples in groups] == [14, 14]
     assert all(math.isfinite(value) and value < 0 for value in values)
     assert len(set(values)) > 0.9 * len(values)
 
+    diff = str(models / "diff")
+    code = (
+        f"from typing import Any\n{inspect.getsource(scores)}\n"
+        f"facts['scores'] = scores({diff!r}, {pairs!r}, trust_remote_code=True)"
+    )
+    package = scores(diff, pairs)
+    assert package == ("diffllama.modeling_diff.modeling_diffllama", "DifferentialLlamaForCausalLM", known)
+    module, *remote = subprocess_runner.facts(code, {"HF_MODULES_CACHE": str(models / "modules")})["scores"]
+    assert module.startswith("transformers_modules.")
+    assert tuple(remote) == package[1:]
+
 
 @pytest.mark.parametrize("task", NAMES)
-def test_examples_are_other_items_answered(task: str, original: dict[str, Any]) -> None:
+def test_examples_are_other_items_answered(task: str, original: dict[int, dict[str, Any]]) -> None:
     items = read(task, find(dataset_name(task), None))
     solved = [item.contexts[item.gold] + item.continuations[item.gold] for item in items]
     for shots in (0, 2):
-        samples = original[f"{shots}-shot"]["samples"][f"diffllama_{task}"]
+        samples = original[shots]["samples"][f"diffllama_{task}"]
         assert [sample["doc_id"] for sample in samples] == [0, 1]
         for item, own, sample in zip(items, solved, samples, strict=False):
             pairs = zip(item.contexts, item.continuations, strict=True)
@@ -120,8 +125,8 @@ def test_examples_are_other_items_answered(task: str, original: dict[str, Any]) 
                 assert set(examples) <= set(solved) - {own}
 
 
-def test_the_group_is_the_mean_of_seven_accuracies(original: dict[str, Any]) -> None:
-    for shots in ("0-shot", "2-shot"):
+def test_the_group_is_the_mean_of_seven_accuracies(original: dict[int, dict[str, Any]]) -> None:
+    for shots in (0, 2):
         known = []
         for task in NAMES:
             items = read(task, find(dataset_name(task), None))[:2]
@@ -152,11 +157,6 @@ def test_nan_scores_are_refused() -> None:
             with pytest.raises(ValueError, match=r"not numbers \(NaN\).* --model_args dtype="):
                 metric(doc, results)
         assert metric(doc, [(-4.0, True), (-math.inf, False)]) == {"accuracy": 1.0}
-
-
-def manager(**metadata: Any) -> TaskManager:
-    """Of our tasks alone: lm-eval takes seconds to find its own."""
-    return TaskManager(include_path=str(TASKS), include_defaults=False, metadata=metadata)
 
 
 def test_accuracy_of_model_that_always_says_yes() -> None:
@@ -239,11 +239,14 @@ def test_data_of_option_environment_or_sample_are_read(tmp_path: Path, monkeypat
         first(data=str(tmp_path))
 
 
-@pytest.fixture
-def ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has lm-eval not look for its own tasks, which takes seconds."""
-    init = functools.partialmethod(TaskManager.__init__, include_defaults=False)
-    monkeypatch.setattr(TaskManager, "__init__", init)
+@pytest.fixture(scope="module", autouse=True)
+def few_tasks_of_lm_eval(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Leaves lm-eval one folder of its own tasks: it takes seconds to read all 14,000."""
+    folder = tmp_path_factory.mktemp("lm_eval")
+    shutil.copytree(Path(lm_eval.tasks.__file__).parent / "hellaswag", folder / "hellaswag")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lm_eval.tasks.manager.__file__", str(folder / "manager.py"))
+        yield
 
 
 def call(*arguments: object) -> int:
@@ -268,7 +271,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.usefixtures("ours_alone")
 def test_results_of_the_command_line_feed_the_card(models: Path, data: Path, tmp_path: Path) -> None:
     diff = models / "diff"
     options = ("--model_args", f"pretrained={diff}", "--tasks", "diffllama_paper", "--num_fewshot=1")
@@ -289,7 +291,6 @@ def test_results_of_the_command_line_feed_the_card(models: Path, data: Path, tmp
     assert {(result.metric_type, result.metric_name) for result in card} == {("accuracy", "accuracy, 1-shot")}
 
 
-@pytest.mark.usefixtures("ours_alone")
 def test_results_say_that_the_data_are_samples_and_limited(models: Path, tmp_path: Path) -> None:
     tasks = "diffllama_piqa,diffllama_needles_1_of_1"
     options = ("--model_args", f"pretrained={models / 'llama'}", "--tasks", tasks, "--limit", 1, "-o", tmp_path)
@@ -304,7 +305,6 @@ def test_results_say_that_the_data_are_samples_and_limited(models: Path, tmp_pat
 MINE = {"task": "mine", "include": str(TASKS / "piqa.yaml")}
 
 
-@pytest.mark.usefixtures("ours_alone")
 @pytest.mark.parametrize("place", ["option", "configuration"])
 def test_tasks_of_the_user_are_found_beside_ours(
     place: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -320,7 +320,6 @@ def test_tasks_of_the_user_are_found_beside_ours(
     assert "|diffllama_boolq" in out
 
 
-@pytest.mark.usefixtures("ours_alone")
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
@@ -330,7 +329,7 @@ def test_tasks_of_the_user_are_found_beside_ours(
         (["ls", "groups"], 0, "diffllama_paper"),
         (["run", "--nonesuch", "x"], 2, "lm-eval: error: unrecognized arguments: --nonesuch x"),
         (["validate", "--tasks", "diffllama_paper,nonesuch"], 1, "Tasks not found: nonesuch"),
-        (["validate", "-t", "diffllama_paper"], 0, "All tasks found and valid"),
+        (["validate", "-t", "hellaswag,diffllama_paper,diffllama_needles"], 0, "All tasks found and valid"),
         (["run", "--tasks", "nonesuch"], 1, "Error: ValueError: Tasks not found: nonesuch"),
         (["run", "--config", "nonesuch.yaml"], 1, "Error: FileNotFoundError: Config file not found: "),
     ],
@@ -344,7 +343,6 @@ def test_the_command_line_is_that_of_lm_eval(
     assert "Traceback" not in err
 
 
-@pytest.mark.usefixtures("ours_alone")
 def test_missing_data_is_one_line_of_error(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--tasks", "diffllama_piqa", "--model_args", f"pretrained={models / 'llama'}", "--metadata", "data=/nil")
     assert call("eval", "run", *options) == 1
@@ -361,36 +359,3 @@ def test_eval_without_extra_names_it(capsys: pytest.CaptureFixture[str], monkeyp
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("Error: ModuleNotFoundError: ")
     assert error.endswith("In a clone of diffllama: pip install '.[eval]'")
-
-
-def test_help_and_refusals_import_no_heavy_library() -> None:
-    code = """
-import sys
-from typer.testing import CliRunner
-from diffllama.cli import app
-for command in COMMANDS:
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, command.split())
-    imported = sorted({"datasets", "matplotlib", "transformers"} & set(sys.modules))
-    facts[command] = [result.exit_code, result.output, imported]
-"""
-    commands = {
-        "--help": (0, " eval "),
-        "eval --help": (0, "usage: lm-eval [-h] COMMAND"),
-        "eval run --nonesuch": (2, "unrecognized arguments: --nonesuch"),
-        "probe needles --help": (0, "--samples"),
-        "probe icl-order --help": (0, "trec-fine"),
-        "probe context": (2, "Name one model"),
-        "probe logit-bits m --task nonesuch": (2, "nonesuch"),
-        "probe attention m --depth nan": (2, "--depth"),
-        "probe gradients --learning-rate inf": (2, "--learning-rate must be a finite number"),
-    }
-    known = subprocess_runner.facts(code.replace("COMMANDS", repr(list(commands))), {})
-    for command, (status, text) in commands.items():
-        assert known[command][::2] == [status, []], command
-        assert text in known[command][1], command
-
-
-@pytest.mark.slow
-def test_tasks_of_lm_eval_are_found_beside_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("eval", "validate", "--tasks", "hellaswag,diffllama_paper,diffllama_needles,mmlu") == 0
-    assert "All tasks found and valid" in capsys.readouterr().out
