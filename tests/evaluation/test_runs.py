@@ -221,13 +221,6 @@ class TestRun:
         assert files(tmp_path / "broken") == files(tmp_path / "whole")
         assert progress == [("model", done, 4) for done in range(after, 5)]
 
-    def test_finished_run_measures_nothing_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        run(Squares(), [spec()], output=tmp_path)
-        before = files(tmp_path)
-        monkeypatch.setattr(Broken, "after", 0, raising=False)
-        run(Broken(), [spec()], output=tmp_path)
-        assert files(tmp_path) == before
-
     @pytest.mark.parametrize(
         ("probe", "loaded", "data", "field"),
         [

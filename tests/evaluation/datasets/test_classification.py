@@ -101,10 +101,8 @@ def test_malformed_trec(train: str, test: str, message: str, tmp_path: Path) -> 
     ("train", "message"),
     [
         ("query,intent\na,b\n", "train.csv has a row without `text`: it has query, intent"),
-        ("text,category\na,b\nc\n", "train.csv must have rows with as many fields as its first"),
         ("text,category\n,b\n", "train.csv, row 1, has no text"),
         ("text,category\na,b\nc,\n", "train.csv, row 2, has no class"),
-        ('text,category\n"' + 200_000 * "a", "train.csv is not CSV"),
     ],
 )
 def test_malformed_banking(train: str, message: str, tmp_path: Path) -> None:

@@ -78,13 +78,11 @@ def test_the_built_in_sample_is_enough_for_five_shots(task: str) -> None:
     ("task", "row", "message"),
     [
         ("piqa", {"query": "Why?", "choices": ["so"]}, r"piqa\.jsonl has a row without `gold`"),
-        ("piqa", {"gold": 0, "choices": ["so"]}, r"piqa\.jsonl has a row without `query`"),
         ("piqa", SEA | {"gold": 2}, r"piqa\.jsonl: `gold` of piqa:0 must be from 0 to 1, got 2"),
         ("piqa", SEA | {"gold": "B"}, r"`gold` of piqa:0 must be from 0 to 1, got 'B'"),
         ("piqa", SEA | {"query": 7}, r"piqa\.jsonl has a row in which piqa:0 is not a text: 7"),
         ("piqa", SEA | {"choices": "no"}, "piqa:0 must have a question and a list of answers.* got .* 'no'"),
         ("piqa", SEA | {"choices": ["no", ""]}, "piqa:0 is not a text: ''"),
-        ("piqa", SEA | {"choices": ["no", None]}, "piqa:0 is not a text: None"),
         ("piqa", SEA | {"choices": []}, r"piqa:0 must have a question and a list of answers, two or more.* and \[\]"),
         ("piqa", SEA | {"choices": ["no"], "gold": 0}, r"piqa:0 must have .* two or more, got .* \['no'\]"),
         ("piqa", SEA | {"gold": 1.0}, "`gold` of piqa:0 must be from 0 to 1, got 1.0"),

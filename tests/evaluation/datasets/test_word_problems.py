@@ -54,32 +54,20 @@ def test_other_rows_of_that_form(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "name", "content", "message"),
     [
-        (
-            "gsm8k",
-            "test.jsonl",
-            '{"text": "2 + 2?"}',
-            "row without `question` or `problem` or `context`: it has text",
-        ),
+        ("gsm8k", "test.jsonl", '{"text": "2 + 2?"}', "without `question` or `problem` or `context`: it has text"),
         ("math", "math.jsonl", '{"context": "2 + 2?"}', "math.jsonl has a row without `answer`"),
-        ("gsm8k", "test.jsonl", '{"question": "", "answer": "1"}', "question or problem or context is not a text: ''"),
-        ("gsm8k", "test.jsonl", '{"question": 5, "answer": "1"}', "question or problem or context is not a text: 5"),
-        ("gsm8k", "test.jsonl", '{"question": "?", "answer": null}', "answer is not a text: None"),
         ("gsm8k", "test.jsonl", '{"question": "?", "answer": true}', "answer is not a text: True"),
         ("gsm8k", "test.jsonl", '{"question": "?", "answer": "It is #### "}', "answer is not a text: ''"),
         ("svamp", "SVAMP.json", '[{"Body": "", "Question": "?", "Answer": 1}]', "Body is not a text: ''"),
-        ("svamp", "SVAMP.json", '[{"Body": "1.", "Question": 5, "Answer": 1}]', "Question is not a text: 5"),
         ("svamp", "SVAMP.json", '[{"Body": "1.", "Question": "?", "Answer": [1]}]', r"Answer is not a text: \[1\]"),
-        ("svamp", "SVAMP.json", '[{"Question": "?"}]', "SVAMP.json has a row without `Body`"),
         ("svamp", "other.json", "[]", "has no SVAMP.json. Name the file or its folder with --data"),
         ("asdiv", "ASDiv.xml", "<a>", "ASDiv.xml is not XML"),
         ("asdiv", "ASDiv.xml", "<a><Problem><Body>1</Body></Problem></a>", "row without `Question`: it has Body"),
         ("asdiv", "ASDiv.xml", "<a/>", "has no problem"),
         ("mawps", "a.csv", "Question,Answer\n1,1", "a.csv has a row without `Numbers`"),
-        ("mawps", "a.csv", "Question,Numbers,Answer\nnumber0", "a.csv must have rows with as many fields as its first"),
         ("mawps", "a.csv", "Question,Numbers,Answer\nnumber0,,1", "more numbers than its `Numbers`: number0"),
-        ("mawps", "a.csv", "Question,Numbers,Answer\nnumber0,2,", "a.csv has a row in which Answer is not a text: ''"),
-        ("mawps", "a.csv", "Question,Numbers,Answer\n" + 200_000 * "a", "a.csv is not CSV"),
         ("mawps", "a.csv", "Question,Numbers,Answer\nnumber1,2,1", "more numbers than its `Numbers`: number1"),
+        ("mawps", "a.csv", "Question,Numbers,Answer\nnumber0,2,", "a.csv has a row in which Answer is not a text: ''"),
     ],
 )
 def test_malformed_files_are_refused(task: str, name: str, content: str, message: str, tmp_path: Path) -> None:
@@ -115,57 +103,61 @@ def test_the_answer_of_a_completion(completion: str, final: Final) -> None:
     assert final_answer(completion) == final
 
 
-@pytest.mark.parametrize(
-    ("answer", "number"),
-    [
-        ("18", 18),
-        (" 18.0. ", 18),
-        ("$1,234.50", Fraction("1234.5")),
-        ("-\\$0.50", Fraction(-1, 2)),
-        ("−3", -3),
-        ("25\\%", 25),
-        ("**18**", 18),
-        ("5,\\!040", 5040),
-        ("90{,}900{,}909", 90_900_909),
-        ("11,\\! 111,\\! 111,\\! 100", 11_111_111_100),
-        ("111, \\! 111, \\! 111", 111_111_111),
-        ("\\frac{12}{5,\\!525}", Fraction(12, 5525)),
-        ("\\frac{1,234,567}{2}", Fraction(1_234_567, 2)),
-        ("18 dollars per day.", 18),
-        ("18. She has 3 more.", 18),
-        ("18, so she has 3 more.", 18),
-        ("18 eggs, so she has 3 more.", 18),
-        ("18; so she has 3 more", 18),
-        ("18!", 18),
-        ("+18", 18),
-        ("x = +18", 18),
-        ("\\(18\\).", 18),
-        ("\\[\n18\n\\]", 18),
-        ("60 km/h", 60),
-        ("9.8 m/s^2", Fraction("9.8")),
-        ("5 m", 5),
-        ("5 m long", 5),
-        ("2 pizzas", 2),
-        ("90°", 90),
-        ("8 (doves)", 8),
-        ("135\\text{ square feet}", 135),
-        ("440\\text{ cm}^2", 440),
-        ("90^{\\circ}", 90),
-        ("90^\\circ", 90),
-        ("x = 5", 5),
-        ("2 + 3 = 5.", 5),
-        (".5", Fraction(1, 2)),
-        ("1/2", Fraction(1, 2)),
-        ("1 1/2 cups", Fraction(3, 2)),
-        ("-\\frac{7}{17}", Fraction(-7, 17)),
-        ("\\dfrac{5}{6}", Fraction(5, 6)),
-        ("\\frac12", Fraction(1, 2)),
-        ("\\frac 9{20}", Fraction(9, 20)),
-        ("1\\frac{1}{4}", Fraction(5, 4)),
-        ("$ \\frac{3}{16} $.", Fraction(3, 16)),
+# fmt: off
+SPELLINGS: dict[Fraction | int, list[str]] = {
+    18: [
+        "18", " 18.0. ", "**18**", "18!", "+18", "x = +18", "\\(18\\).", "\\[\n18\n\\]", "18 dollars per day.",
+        "18. She has 3 more.", "18, so she has 3 more.", "18 eggs, so she has 3 more.", "18; so she has 3 more",
     ],
+    Fraction("1234.5"): ["$1,234.50"],
+    Fraction(-1, 2): ["-\\$0.50"],
+    -3: ["−3"],
+    25: ["25\\%"],
+    5040: ["5,\\!040"],
+    90_900_909: ["90{,}900{,}909"],
+    11_111_111_100: ["11,\\! 111,\\! 111,\\! 100"],
+    111_111_111: ["111, \\! 111, \\! 111"],
+    Fraction(12, 5525): ["\\frac{12}{5,\\!525}"],
+    Fraction(1_234_567, 2): ["\\frac{1,234,567}{2}"],
+    60: ["60 km/h"],
+    Fraction("9.8"): ["9.8 m/s^2"],
+    5: ["5 m", "5 m long", "x = 5", "2 + 3 = 5."],
+    2: ["2 pizzas"],
+    90: ["90°", "90^{\\circ}", "90^\\circ"],
+    8: ["8 (doves)"],
+    135: ["135\\text{ square feet}"],
+    440: ["440\\text{ cm}^2"],
+    Fraction(1, 2): [".5", "1/2", "\\frac12"],
+    Fraction(3, 2): ["1 1/2 cups"],
+    Fraction(-7, 17): ["-\\frac{7}{17}"],
+    Fraction(5, 6): ["\\dfrac{5}{6}"],
+    Fraction(9, 20): ["\\frac 9{20}"],
+    Fraction(5, 4): ["1\\frac{1}{4}"],
+    Fraction(3, 16): ["$ \\frac{3}{16} $."],
+}
+"""Number -> answers that are this number."""
+
+DIFFERENT = {
+    "18": ["81", "18 and 3", "18, 20", "18, or 20", "18 eggs, and 3"],
+    "12": ["12 and a half", "12 hours and a half", "1,2"],
+    "5": ["5! + 3", "5 x", "5 m - n"],
+    "2": ["2 pi", "2/x", "2\\sqrt{3}", "2\\pi", "2x"],
+    "0": ["", "0.001", "1/0", "20x - 69 = 0"],
+    "(1100)": ["(1,100)"],
+    "\\{1100\\}": ["\\{1,100\\}"],
+    "5/6": ["0.833"],
+    "70000": ["70001"],
+    "0.0010": ["0.0011"],
+    "June 20": ["July 20"],
+}
+"""Right answer -> answers that do not mean the same."""
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    ("number", "answer"), [(number, answer) for number, answers in SPELLINGS.items() for answer in answers]
 )
-def test_answers_that_are_numbers(answer: str, number: Fraction | int) -> None:
+def test_answers_that_are_numbers(number: Fraction | int, answer: str) -> None:
     assert value(answer) == number
 
 
@@ -189,38 +181,10 @@ def test_answers_that_are_equal(one: str, other: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("", "0"),
-        ("81", "18"),
-        ("18 and 3", "18"),
-        ("12 and a half", "12"),
-        ("12 hours and a half", "12"),
-        ("18, 20", "18"),
-        ("18, or 20", "18"),
-        ("18 eggs, and 3", "18"),
-        ("5! + 3", "5"),
-        ("5 x", "5"),
-        ("5 m - n", "5"),
-        ("2 pi", "2"),
-        ("2/x", "2"),
-        ("(1,100)", "(1100)"),
-        ("\\{1,100\\}", "\\{1100\\}"),
-        ("2\\sqrt{3}", "2"),
-        ("2\\pi", "2"),
-        ("2x", "2"),
-        ("1,2", "12"),
-        ("0.833", "5/6"),
-        ("70001", "70000"),
-        ("0.001", "0"),
-        ("0.0011", "0.0010"),
-        ("1/0", "0"),
-        ("20x - 69 = 0", "0"),
-        ("July 20", "June 20"),
-    ],
+    ("answer", "right"), [(answer, right) for right, answers in DIFFERENT.items() for answer in answers]
 )
-def test_answers_that_are_not_equal(one: str, other: str) -> None:
-    assert not correct(one, other)
+def test_answers_that_are_not_equal(answer: str, right: str) -> None:
+    assert not correct(answer, right)
 
 
 @pytest.mark.parametrize("examples", [WORDS, LATEX])

@@ -191,18 +191,6 @@ def test_shares_of_two_models_differ_by_lambda_and_sum_to_one(tmp_path: Path) ->
     assert row["models"][1]["noise"]["mean"] < 0
 
 
-def test_length_too_short_for_a_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="50 tokens do not hold the question"):
-        run_probe(AttentionToAnswer(length=50), tiny_loaded_model("llama"), output=tmp_path)
-
-
-def test_data_without_text_is_refused(tmp_path: Path) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(ValueError, match="has no text"):
-        run_probe(AttentionToAnswer(), tiny_loaded_model("llama"), output=tmp_path / "out", data=empty)
-
-
 def test_tokenizer_without_offsets_is_refused(tmp_path: Path) -> None:
     loaded = dataclasses.replace(tiny_loaded_model("llama"), tokenizer=ByT5Tokenizer())
     with pytest.raises(ValueError, match="tokenizer of llama does not say where its tokens are"):

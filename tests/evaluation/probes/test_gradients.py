@@ -154,8 +154,3 @@ def test_too_short_texts_are_refused(tmp_path: Path) -> None:
         (tmp_path / "1.txt").write_text("a" * size)
         with pytest.raises(ValueError, match=rf" {size} bytes of text.*--data.*--length"):
             measured(tmp_path / "out", tmp_path / "1.txt", length=16)
-
-
-def test_unknown_size_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"No preset '7b'\. Known: 3b, 830m"):
-        made(size="7b").specs()

@@ -9,10 +9,8 @@ from diffllama.evaluation.datasets.data import find
 from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.probes.icl import SEPARATOR, ManyShot
 from diffllama.evaluation.runs import Report
-from diffllama.evaluation.settings import ClassificationTask
 from support.probe_runs import run_probe
 from support.rule_based_lm import rule_based_lm
-from support.tiny_loaded_models import tiny_loaded_model
 
 
 def copier() -> LoadedModel:
@@ -67,10 +65,3 @@ def test_prompts_fill_the_length_and_grow_at_their_end(tmp_path: Path) -> None:
 def test_length_too_short_for_a_demonstration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"No demonstration fits into 60 tokens\. Ask for more with --length"):
         run_probe(ManyShot(length=60), copier(), output=tmp_path / "out", data=trec(tmp_path))
-
-
-@pytest.mark.parametrize("task", ["banking77", "clinc150"])
-def test_built_in_samples_of_other_tasks_are_measured(task: ClassificationTask, tmp_path: Path) -> None:
-    probe = ManyShot(task=task, length=400, questions=4)
-    report = run_probe(probe, tiny_loaded_model("v1"), output=tmp_path)
-    assert [row["condition"]["shots"] for row in report.rows][:3] == [1, 2, 4]

@@ -122,14 +122,3 @@ def test_nan_scores_are_refused(tmp_path: Path) -> None:
     loaded.model.bfloat16()
     with pytest.raises(ValueError, match=r"not numbers \(NaN\) in bfloat16\. Try another --dtype"):
         run_probe(LogitBits(items=2), loaded, output=tmp_path)
-
-
-def test_winogrande_and_its_two_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LogitBits, "draw", lambda *_: None)
-    report = run_probe(LogitBits(task="winogrande", items=2), tiny_loaded_model("v1"), output=tmp_path)
-    assert all(one["models"][0]["acc"] == one["models"][0]["acc_norm"] for one in report.rows)
-
-
-def test_unknown_task_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no task mmlu.*hellaswag"):
-        run_probe(LogitBits(task="mmlu"), tiny_loaded_model("v1"), output=tmp_path)

@@ -118,10 +118,3 @@ def test_problems_are_drawn_by_the_seed(sums: Path, tmp_path: Path) -> None:
     assert len(set(drawn[0])) == 4
     assert set(drawn[0]) != set(drawn[2])
     assert len(measured(tmp_path / "all", loaded, data=sums, problems=99, max_tokens=1).outcomes[0]) == 8
-
-
-@pytest.mark.parametrize("task", ["math", "svamp", "asdiv", "mawps"])
-def test_every_task_has_a_built_in_sample(task: str, tmp_path: Path) -> None:
-    report = measured(tmp_path, rule_based_lm(lambda text: " 15", after="\nAnswer:"), task=task, shots=0, max_tokens=5)
-    right = {"math": 0, "svamp": 0.2, "asdiv": 0.2, "mawps": 0}[task]
-    assert report.rows[0]["models"][0]["accuracy"]["mean"] == right

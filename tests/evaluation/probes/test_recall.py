@@ -83,12 +83,6 @@ def test_ngrams_that_other_texts_have_often_are_no_hits(tmp_path: Path, monkeypa
     assert tokens == {None: both, 3: both, 2: {"AR-hit": 1, "others": 4, "all": 5}, 1: {"others": 5, "all": 5}}
 
 
-def test_too_short_texts_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "1.txt").write_text("abcabd")
-    with pytest.raises(ValueError, match=r"No text in .* has 7 tokens.*--length"):
-        run_probe(Recall(length=7), reciter(), output=tmp_path / "out", data=tmp_path)
-
-
 def test_frequent_without_other_texts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--frequent needs texts besides the 2 measured: lower --texts"):
         run_probe(Recall(length=50, frequent=1250), reciter(), output=tmp_path)
