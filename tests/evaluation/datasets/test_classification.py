@@ -17,20 +17,11 @@ from support.tiny_loaded_models import KINDS, tiny_loaded_model
 from support.tiny_models import EVERY_FEATURE, tiny_model
 
 
-def trec(folder: Path, train: str, test: str) -> Source:
-    (folder / "train.txt").write_bytes(train.encode("latin-1"))
-    (folder / "test.txt").write_bytes(test.encode("latin-1"))
-    return Source(folder, built_in=False)
-
-
-def banking(folder: Path, train: str, test: str = "text,category\nWhy?,a\n") -> Source:
-    (folder / "train.csv").write_text(train)
-    (folder / "test.csv").write_text(test)
-    return Source(folder, built_in=False)
-
-
-def clinc(folder: Path, content: object) -> Source:
-    (folder / "data_full.json").write_text(content if isinstance(content, str) else json.dumps(content))
+def data(folder: Path, **files: str) -> Source:
+    """A folder with these files: `train_txt` is train.txt, in Latin-1."""
+    for name, content in files.items():
+        *stem, suffix = name.split("_")
+        (folder / f"{'_'.join(stem)}.{suffix}").write_bytes(content.encode("latin-1"))
     return Source(folder, built_in=False)
 
 
@@ -45,7 +36,7 @@ def test_built_in_samples(task: ClassificationTask) -> None:
 def test_trec(tmp_path: Path) -> None:
     # a next-line character of Latin-1 ends no line, and one question is also in the test
     train = "ENTY:dismed What  is\x85 caf\xe9 ?\r\nLOC:city Where ?\n\nLOC:mount Which hill ?\nLOC:city Who ?\n"
-    source = trec(tmp_path, train, "LOC:city Who ?\n")
+    source = data(tmp_path, train_txt=train, test_txt="LOC:city Who ?\n")
     coarse = [("What is caf\xe9 ?", "entity"), ("Where ?", "location"), ("Which hill ?", "location")]
     assert read_examples("trec", source) == (
         [Example(*one) for one in coarse],
@@ -56,7 +47,8 @@ def test_trec(tmp_path: Path) -> None:
 
 
 def test_banking(tmp_path: Path) -> None:
-    source = banking(tmp_path, 'text,category\n"\nMy card, please\n\n",get_card?\nWhere?,a\n')
+    train = 'text,category\n"\nMy card, please\n\n",get_card?\nWhere?,a\n'
+    source = data(tmp_path, train_csv=train, test_csv="text,category\nWhy?,a\n")
     assert read_examples("banking77", source) == (
         [Example("My card, please", "get card?"), Example("Where?", "a")],
         [Example("Why?", "a")],
@@ -65,7 +57,7 @@ def test_banking(tmp_path: Path) -> None:
 
 def test_clinc_without_what_is_out_of_scope(tmp_path: Path) -> None:
     content = {"oos_train": [["x", "oos"]], "val": [["v", "b"]], "train": [["t", "a_b"]], "test": [["u", "a_b"]]}
-    source = clinc(tmp_path, content)
+    source = data(tmp_path, data_full_json=json.dumps(content))
     expected = [Example("t", "a b")], [Example("u", "a b")]
     assert read_examples("clinc150", source) == expected
     assert read_examples("clinc150", Source(tmp_path / "data_full.json", built_in=False)) == expected
@@ -82,54 +74,44 @@ def test_byte_order_mark_is_skipped(task: ClassificationTask, tmp_path: Path) ->
 GOOD = "LOC:city Where ?\n"
 
 
-@pytest.mark.parametrize(
-    ("train", "test", "message"),
-    [
-        (GOOD + "Who ?\n", GOOD, r"train.txt, line 2: a line is `COARSE:fine question`.* not `Who \?`"),
-        (GOOD, "PLACE:city Who ?\n", r"test.txt, line 1: .*COARSE one of ABBR, DESC.* not `PLACE:city Who \?`"),
-        (GOOD, "\n", "has no test examples"),
-        (GOOD, "HUM:ind Who ?\n", "has test examples but no others of human"),
-        (GOOD, GOOD, "has test examples but no others of location"),
-    ],
-)
-def test_malformed_trec(train: str, test: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_examples("trec", trec(tmp_path, train, test))
+CSV = {"test_csv": "text,category\nWhy?,a\n"}
 
 
 @pytest.mark.parametrize(
-    ("train", "message"),
+    ("task", "files", "message"),
     [
-        ("query,intent\na,b\n", "train.csv has a row without `text`: it has query, intent"),
-        ("text,category\n,b\n", "train.csv, row 1, has no text"),
-        ("text,category\na,b\nc,\n", "train.csv, row 2, has no class"),
+        ("trec", {"train_txt": GOOD + "Who ?\n"}, r"train.txt, line 2: .* `COARSE:fine question`.* not `Who \?`"),
+        ("trec", {"test_txt": "PLACE:x Who ?"}, r"test.txt, line 1: .*COARSE one of ABBR, DESC.* not `PLACE:x Who \?`"),
+        ("trec", {"test_txt": "\n"}, "has no test examples"),
+        ("trec", {"test_txt": "HUM:ind Who ?\n"}, "has test examples but no others of human"),
+        ("trec", {"test_txt": GOOD}, "has test examples but no others of location"),
+        ("banking77", CSV | {"train_csv": "query,intent\na,b\n"}, "without `text`: it has query, intent"),
+        ("banking77", CSV | {"train_csv": "text,category\n,b\n"}, "train.csv, row 1, has no text"),
+        ("banking77", CSV | {"train_csv": "text,category\na,b\nc,\n"}, "train.csv, row 2, has no class"),
+        ("clinc150", {"data_full_json": "{"}, "data_full.json is not JSON"),
+        ("clinc150", {"data_full_json": "[]"}, "must be a JSON object with lists `train` and `test`"),
+        ("clinc150", {"data_full_json": '{"train": [["a", "b"]]}'}, "must be a JSON object with lists `train` and `te"),
+        (
+            "clinc150",
+            {"data_full_json": '{"train": [["a", "b"], ["a"]]}'},
+            r"row 2 of `train`: a row is \[text, intent",
+        ),
+        ("clinc150", {"data_full_json": '{"train": [["a", 1]]}'}, r"row 1 of `train`: a row is .* not \[\"a\", 1\]"),
+        ("clinc150", {"data_full_json": '{"train": [["a", ""]]}'}, "row 1 of `train`, has no class"),
     ],
 )
-def test_malformed_banking(train: str, message: str, tmp_path: Path) -> None:
+def test_malformed_files_are_refused(
+    task: ClassificationTask, files: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    source = data(tmp_path, **{"train_txt": GOOD, "test_txt": GOOD} | files)
     with pytest.raises(ValueError, match=message):
-        read_examples("banking77", banking(tmp_path, train))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "data_full.json is not JSON"),
-        ([], "must be a JSON object with lists `train` and `test`"),
-        ({"train": [["a", "b"]]}, "must be a JSON object with lists `train` and `test`"),
-        ({"train": [["a", "b"], ["a"]], "test": []}, r"row 2 of `train`: a row is \[text, intent\], not \[\"a\"\]"),
-        ({"train": [["a", 1]], "test": []}, r"row 1 of `train`: a row is \[text, intent\], not \[\"a\", 1\]"),
-        ({"train": [["a", ""]], "test": []}, "row 1 of `train`, has no class"),
-    ],
-)
-def test_malformed_clinc(content: object, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_examples("clinc150", clinc(tmp_path, content))
+        read_examples(task, source)
 
 
 def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no train.txt or train_5500.label.*--data"):
         read_examples("trec", Source(tmp_path, built_in=False))
-    trec(tmp_path, GOOD, GOOD)
+    data(tmp_path, train_txt=GOOD, test_txt=GOOD)
     with pytest.raises(ValueError, match=r"is one file. Name the folder with train.txt and test.txt with --data"):
         read_examples("trec", Source(tmp_path / "train.txt", built_in=False))
 

@@ -31,13 +31,9 @@ class TestFind:
         assert find("novels", Path("~")).path == tmp_path
 
     def test_missing_data_and_sample_are_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(
-            FileNotFoundError, match=r"nowhere does not exist\. Name a file or folder with novels with --"
-        ):
+        with pytest.raises(FileNotFoundError, match=r"nowhere does not exist\. Name a file or folder with novels with"):
             find("novels", tmp_path / "nowhere")
-        with pytest.raises(
-            FileNotFoundError, match=r"no built-in sample of others\. Name its file or folder with --data"
-        ):
+        with pytest.raises(FileNotFoundError, match=r"no built-in sample of others\. Name its file or folder with --d"):
             find("others", None)
 
     def test_the_first_file_that_is_there_is_taken(self, tmp_path: Path) -> None:
@@ -57,8 +53,9 @@ class TestReadText:
     @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.txt.bz2"])
     def test_text_is_decompressed_by_the_name(self, name: str, tmp_path: Path) -> None:
         pack = {".gz": gzip.compress, ".bz2": bz2.compress}.get(Path(name).suffix, bytes)
-        (tmp_path / name).write_bytes(pack(self.TEXT.encode()))
-        assert read_text(tmp_path / name) == self.TEXT
+        for encoding in ("utf-8", "utf-8-sig"):  # with a byte order mark
+            (tmp_path / name).write_bytes(pack(self.TEXT.encode(encoding)))
+            assert read_text(tmp_path / name) == self.TEXT
         (tmp_path / name).write_bytes(pack(self.TEXT.encode("latin-1")))
         assert read_text(tmp_path / name, "latin-1") == self.TEXT
 
@@ -71,9 +68,9 @@ class TestReadText:
         with pytest.raises(ValueError, match=f"{name} cannot be read as text"):
             read_text(tmp_path / name)
 
-    @pytest.mark.parametrize(("name", "content"), [("a.txt", b"\xff\xfe"), ("a.txt.gz", b"hello"), ("a.bz2", b"hello")])
-    def test_file_that_is_no_text_is_refused(self, name: str, content: bytes, tmp_path: Path) -> None:
-        (tmp_path / name).write_bytes(content)
+    @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.bz2", "a.txt.zip"])
+    def test_file_that_is_no_text_is_refused(self, name: str, tmp_path: Path) -> None:
+        (tmp_path / name).write_bytes(b"\xff\xfe")
         with pytest.raises(ValueError, match=f"{name} cannot be read as text"):
             read_text(tmp_path / name)
 
@@ -91,6 +88,7 @@ class TestReadRows:
             ("rows.json", json.dumps(ROWS, indent=1)),
             ("rows.jsonl", "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS)),
             ("rows.jsonl", "\n\n".join(json.dumps(row) for row in ROWS) + "\n\n"),
+            ("rows.jsonl", "\ufeff" + "\n".join(json.dumps(row) for row in ROWS) + "\n \n"),
             ("rows.csv", 'a,b\n"x,\u2028y",1\nü,\n'),
             ("rows.csv", '\ufeffa,b\r\n"x,\u2028y",1\r\nü,\r\n'),
         ],
@@ -135,10 +133,10 @@ class TestTexts:
         (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one"))
         (tmp_path / "c.jsonl").write_text('{"text": "three"}\n{"text": "four"}')
         (tmp_path / "SOURCE").write_text("not a text")
+        (tmp_path / "._a.txt").write_text("hidden")
         source = Source(tmp_path, built_in=False)
-        assert list(texts(source).items()) == [
-            ("a.txt.gz", "one"), ("b.txt", "two"), ("c.jsonl:0", "three"), ("c.jsonl:1", "four"),
-        ]  # fmt: skip
+        expected = {"a.txt.gz": "one", "b.txt": "two", "c.jsonl:0": "three", "c.jsonl:1": "four"}
+        assert list(texts(source).items()) == list(expected.items())
         assert texts(Source(tmp_path / "b.txt", built_in=False)) == {"b.txt": "two"}
 
     def test_folder_without_texts_is_refused(self, tmp_path: Path) -> None:
@@ -147,11 +145,6 @@ class TestTexts:
         (tmp_path / "a.jsonl").write_text('{"story": ""}')
         with pytest.raises(ValueError, match=r"a\.jsonl has a row without `text`: it has story"):
             texts(Source(tmp_path, built_in=False))
-
-    def test_hidden_files_are_no_texts(self, tmp_path: Path) -> None:
-        (tmp_path / "a.txt").write_text("a")
-        (tmp_path / "._a.txt").write_text("b")
-        assert texts(Source(tmp_path, built_in=False)) == {"a.txt": "a"}
 
 
 class TestTextField:
@@ -162,19 +155,3 @@ class TestTextField:
     def test_value_that_is_no_text_is_refused_with_its_file(self, value: object) -> None:
         with pytest.raises(ValueError, match=r"f\.json has a row in which a is not a text: "):
             text_field({"a": value}, "a", Path("f.json"))
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
-def test_byte_order_mark_is_skipped(name: str, tmp_path: Path) -> None:
-    content = {"a.txt": "x", "a.jsonl": '{"text": "x"}\n \n', "a.csv": "text\nx\n"}[name]
-    (tmp_path / name).write_text(content, encoding="utf-8-sig")
-    if name == "a.txt":
-        assert read_text(tmp_path / name) == "x"
-    else:
-        assert read_rows(tmp_path / name) == [{"text": "x"}]
-
-
-def test_file_that_is_no_archive_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt.zip").write_text("no archive")
-    with pytest.raises(ValueError, match=r"a\.txt\.zip cannot be read as text"):
-        read_text(tmp_path / "a.txt.zip")
