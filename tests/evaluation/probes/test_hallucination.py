@@ -75,8 +75,6 @@ def test_accuracy_is_fraction_of_supported_summaries(birds: Path, tmp_path: Path
     assert "Document: There are 15 birds. They sing.\n\nReference summary: 15 birds sing.\n\n" in detail["asked"]
     assert detail["asked"] in [body["messages"][0]["content"] for body in endpoint.bodies]
     assert report.outcomes[0]["birds.jsonl:6"].detail["replies"] == {}
-    assert json.loads((tmp_path / "results.json").read_text())["rows"] == report.rows
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
     assert not [file for file in tmp_path.iterdir() if b"secret" in file.read_bytes()]
 
 

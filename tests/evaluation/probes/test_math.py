@@ -62,8 +62,6 @@ def test_accuracy_and_length_of_a_solver(shots: int, sums: Path, tmp_path: Path)
         "answer": "23.",
         "right": "22",
     }
-    assert json.loads((tmp_path / "results.json").read_text())["rows"] == report.rows
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
 def test_two_solvers_are_compared_on_what_both_solved_or_missed(sums: Path, tmp_path: Path) -> None:

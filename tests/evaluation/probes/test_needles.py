@@ -1,6 +1,5 @@
 """The probe of needles: what it finds is what the model says."""
 
-import json
 import re
 from pathlib import Path
 
@@ -36,29 +35,18 @@ def test_a_model_that_remembers_the_end(tmp_path: Path) -> None:
     found = {
         (row["condition"]["length"], row["condition"]["depth"]): row["models"][0]["accuracy"] for row in report.rows
     }
-    assert {condition: accuracy["mean"] for condition, accuracy in found.items()} == {
-        (600, 0.0): 0.0,
-        (600, 1.0): 1.0,
-        (600, "all"): 0.5,
-        (900, 0.0): 0.0,
-        (900, 1.0): 1.0,
-        (900, "all"): 0.5,
+    expected = {0.0: 0.0, 1.0: 1.0, "all": 0.5}  # the same for every text
+    assert found == {
+        (length, depth): {"mean": accuracy, "low": accuracy, "high": accuracy}
+        for length in (600, 900)
+        for depth, accuracy in expected.items()
     }
-    assert found[600, 0.0] == {"mean": 0.0, "low": 0.0, "high": 0.0}
-    assert found[600, "all"] == {"mean": 0.5, "low": 0.5, "high": 0.5}  # the same for every text
     assert [row["samples"] for row in report.rows] == 6 * [6]
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["rows"] == report.rows
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
 def test_only_the_first_line_is_an_answer(tmp_path: Path) -> None:
-    def guesses(text: str) -> str:
-        return f" 7.\n{remembers(text, 10_000)}"
-
-    report = measured(
-        rule_based_lm(guesses, after=" is"), tmp_path, needles=["1_of_1", "1_of_6"], length=[900], depth=[0.5]
-    )
+    loaded = rule_based_lm(lambda text: f" 7.\n{remembers(text, 10_000)}", after=" is")
+    report = measured(loaded, tmp_path, needles=["1_of_1", "1_of_6"], length=[900], depth=[0.5])
     assert [row["models"][0]["accuracy"]["mean"] for row in report.rows] == [0.0] * 4
     assert {outcome.detail["answer"] for outcome in report.outcomes[0].values()} == {" 7."}
 
