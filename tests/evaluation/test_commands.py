@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from diffllama.cli import app, main
 from diffllama.evaluation.commands import rounded, short, shown, tables
 from diffllama.evaluation.probes import probe_class
-from diffllama.evaluation.probes.model_pair import SMALL
 from diffllama.evaluation.settings import PROBES
 from support.tiny_loaded_models import tiny_loaded_model
 from support.tiny_models import VARIANTS
@@ -184,11 +183,7 @@ def test_two_models_are_measured_printed_and_not_measured_again(
     assert call(capsys, *arguments)[:2] == (0, stdout)
 
 
-def test_options_reach_probe_that_makes_its_models(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for field, value in {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}.items():
-        monkeypatch.setitem(SMALL, field, value)
+def test_options_reach_probe_that_makes_its_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--device", "cpu", "--dtype", "bfloat16", "--variant", "v2", "--length", 4, "--length", 6)
     options += ("--rounds", 2, "--batch", 3, "--seed", 1, "--output", tmp_path)
     status, stdout, err = call(capsys, "throughput", *options)

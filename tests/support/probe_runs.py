@@ -2,12 +2,16 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from diffllama.evaluation.models import LoadedModel, ModelSpec
 from diffllama.evaluation.runs import Probe, Report, run
 
 
-def run_probe(probe: Probe[Any], *models: LoadedModel, output: Path, data: Path | None = None) -> Report:
-    """The report of a probe on these models, or on those that it makes itself."""
+def run_probe(
+    probe: Probe[Any], *models: LoadedModel, output: Path, data: Path | None = None, draws: bool = False
+) -> Report:
+    """The report of a probe on these models, or on those that it makes itself. Figures take most of the time."""
     specs = [ModelSpec(model.name, {"name": model.name}, lambda model=model: model) for model in models]
-    return run(probe, specs or probe.specs(), output=output, data=data)
+    with patch.object(type(probe), "draw", type(probe).draw if draws else lambda *_: None):
+        return run(probe, specs or probe.specs(), output=output, data=data)

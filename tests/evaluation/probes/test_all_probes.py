@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diffllama.evaluation.probes import model_pair, probe_class
+from diffllama.evaluation.probes import probe_class
 from diffllama.evaluation.runs import Probe
 from diffllama.evaluation.settings import PROBES
 from support.fake_judge import FakeJudge
@@ -50,22 +50,17 @@ def test_settings_are_of_all_probes() -> None:
 @pytest.mark.parametrize(
     ("name", "kind"), [(name, kind) for name in SETTINGS for kind in (KINDS if name in WATCHING else ["v1"])]
 )
-def test_run_is_reported_drawn_and_goes_on(
-    name: str, kind: str, judge: FakeJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
-    monkeypatch.setattr(model_pair, "SMALL", model_pair.SMALL | small)
+def test_run_is_reported_drawn_and_goes_on(name: str, kind: str, judge: FakeJudge, tmp_path: Path) -> None:
     settings = SETTINGS[name] | ({"judge_url": judge.url} if name == "hallucination" else {})
     probe: Probe[Any] = probe_class(name)(**settings)
-    models = [tiny_loaded_model(kind)] if probe.loads_models else []
-    report = run_probe(probe, *models, output=tmp_path)
+    models = [tiny_loaded_model(kind), tiny_loaded_model("llama")] if probe.loads_models else []
+    report = run_probe(probe, *models, output=tmp_path, draws=True)
     assert json.loads((tmp_path / "results.json").read_text())["rows"] == report.rows != []
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
     file = tmp_path / "samples-1.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join([lines[0], lines[-1]]))  # the header and one sample
-    monkeypatch.setattr(type(probe), "draw", lambda *_: None)  # takes most of the time
     again = run_probe(probe, *models, output=tmp_path)
     assert list(again.outcomes[0]) == list(report.outcomes[0])
     if name != "throughput":  # whose times differ

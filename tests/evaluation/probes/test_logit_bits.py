@@ -101,13 +101,12 @@ def test_fewer_bits_change_answers_more(kind: str) -> None:
     assert 0 < eight < six < four
 
 
-def test_uniform_model_chooses_by_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uniform_model_chooses_by_length(tmp_path: Path) -> None:
     # -(1 + length) ln 257 is largest for the shortest; divided by the length, for the longest
     (tmp_path / "hellaswag_val_full.txt").write_text("a b\n0\nc\ncc\nccc\ncccc\nd e\n3\ncc\nccc\ncccc\nccccc\n")
 
     model = RuleBasedLM(lambda ids: dict.fromkeys(range(257), 0.0), 257).eval()
     loaded = LoadedModel(name="uniform", model=model, tokenizer=byte_tokenizer())
-    monkeypatch.setattr(LogitBits, "draw", lambda *_: None)
     report = run_probe(LogitBits(), loaded, output=tmp_path / "out", data=tmp_path)
     right = {name: [one.values for one in outcome.measurements] for name, outcome in report.outcomes[0].items()}
     assert right == {

@@ -11,20 +11,11 @@ from diffllama.evaluation.runs import Report
 from support.probe_runs import run_probe
 
 
-@pytest.fixture(autouse=True)
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws no figure, which takes most of the time."""
-    monkeypatch.setattr(Scaling, "draw", lambda *_: None)
-
-
-def measured(output: Path, data: Path | None = None) -> Report:
-    return run_probe(Scaling(), output=output, data=data)
-
-
-def table(folder: Path, *rows: str, header: str = "architecture,parameters,tokens,loss") -> Path:
-    """A folder with these losses."""
-    (folder / "losses.csv").write_text("\n".join((header, *rows)) + "\n")
-    return folder
+def measured(folder: Path, *rows: str) -> Report:
+    """Of a file with these losses."""
+    file = folder / "losses.csv"
+    file.write_text("\n".join(("architecture,parameters,tokens,loss", *rows)) + "\n")
+    return run_probe(Scaling(), output=folder / "out", data=file)
 
 
 def shares(report: Report, over: str = "parameters") -> dict[float, dict[str, float]]:
@@ -47,7 +38,7 @@ def test_power_law_fit_and_inverse_are_exact() -> None:
 
 
 def test_diff_with_a_quarter_of_the_parameters_has_share_one_quarter(tmp_path: Path) -> None:
-    report = measured(tmp_path / "out", table(tmp_path, *reversed(TRANSFORMER + DIFF)))
+    report = measured(tmp_path, *reversed(TRANSFORMER + DIFF))
     for name, a in (("transformer", 8), ("diff", 4)):
         (row,) = report.select(law=name)
         assert row["samples"] == 9
@@ -62,7 +53,7 @@ def test_diff_with_a_quarter_of_the_parameters_has_share_one_quarter(tmp_path: P
 
 def test_the_range_is_of_the_fits_without_a_point(tmp_path: Path) -> None:
     rows = ("transformer,4,,4", "transformer,16,,2", "transformer,64,,1", "diff,4,,2", "diff,16,,1", "diff,64,,1")
-    report = measured(tmp_path / "out", table(tmp_path, *rows))
+    report = measured(tmp_path, *rows)
     assert [row["models"][0]["c"]["mean"] for row in report.rows[:2]] == [0, 0]
     # The Transformer's is 8·x^-1/2. At 16 the DIFF's line through the logs is 2^(1/3); without 4 or 64 it is 1, without
     # 16 it is 2^(1/2).
@@ -73,7 +64,7 @@ def test_the_range_is_of_the_fits_without_a_point(tmp_path: Path) -> None:
 
 def test_loss_below_the_transformers_limit_has_share_zero(tmp_path: Path) -> None:
     rows = (row.replace("1.2", "0.1").replace("1.5", "0.5") for row in DIFF)
-    report = measured(tmp_path / "out", table(tmp_path, *TRANSFORMER, *rows))
+    report = measured(tmp_path, *TRANSFORMER, *rows)
     (row,) = report.select(diff=400)
     assert (row["models"][0]["transformer"]["mean"], row["models"][0]["share"]["mean"]) == (math.inf, 0)
     assert row["condition"]["range"] == "extrapolated"
@@ -86,13 +77,13 @@ def test_the_same_tokens_or_the_same_parameters_make_a_curve(kind: str, tmp_path
     for row in TRANSFORMER + DIFF:
         name, size, _, loss = row.split(",")
         rows.append(f"{name},32,{size},{loss}")
-    folder = table(tmp_path, *rows)
     if kind == "jsonl":
         fields = ("architecture", "parameters", "tokens", "loss")
         lines = [json.dumps(dict(zip(fields, row.split(","), strict=True))) for row in rows]
-        (folder / "losses.csv").unlink()
-        (folder / "losses.jsonl").write_text("\n".join(lines))
-    report = measured(tmp_path / "out", folder)
+        (tmp_path / "losses.jsonl").write_text("\n".join(lines))
+        report = run_probe(Scaling(), output=tmp_path / "out", data=tmp_path)
+    else:
+        report = measured(tmp_path, *rows)
     assert [row["condition"] for row in report.select(law="diff")] == [
         {"over": "parameters", "tokens": 9, "law": "diff"},
         {"over": "tokens", "parameters": 32, "law": "diff"},
@@ -102,7 +93,7 @@ def test_the_same_tokens_or_the_same_parameters_make_a_curve(kind: str, tmp_path
 
 
 def test_built_in_sample_has_the_shares_of_which_it_was_made(tmp_path: Path) -> None:
-    report = measured(tmp_path)
+    report = run_probe(Scaling(), output=tmp_path)
     for over, share in (("parameters", 0.625), ("tokens", 0.64)):
         for found in shares(report, over).values():
             assert found["mean"] == pytest.approx(share, abs=1e-3)
@@ -127,10 +118,10 @@ def test_built_in_sample_has_the_shares_of_which_it_was_made(tmp_path: Path) -> 
 )
 def test_malformed_losses_are_refused(rows: tuple[str, ...], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"losses\.csv .*{message}"):
-        measured(tmp_path / "out", table(tmp_path, *rows))
+        measured(tmp_path, *rows)
     assert not (tmp_path / "out" / "results.json").exists()
 
 
 def test_folder_without_losses_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no losses\.csv or losses\.jsonl"):
-        measured(tmp_path / "out", tmp_path)
+        run_probe(Scaling(), output=tmp_path / "out", data=tmp_path)

@@ -17,13 +17,6 @@ from support.probe_runs import run_probe
 from support.tiny_models import VARIANTS, tiny_model, tokens
 
 
-@pytest.fixture(autouse=True)
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The small model is a tiny one."""
-    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
-    monkeypatch.setattr(model_pair, "SMALL", model_pair.SMALL | small)
-
-
 def measured(output: Path, **settings: Any) -> Report:
     return run_probe(
         Throughput(**({"length": [8, 16], "rounds": 3, "batch": 2, "device": "cpu"} | settings)), output=output
@@ -49,7 +42,6 @@ def test_tokens_per_second_of_models_that_take_turns(
 
     monkeypatch.setattr(throughput, "step", stepping)
     monkeypatch.setattr(Throughput, "seconds", seconds)
-    monkeypatch.setattr(Throughput, "draw", lambda *_: None)  # it takes most of the time
     dtype = {"v1": "float32", "v2": "bfloat16"}[variant]
     report = measured(tmp_path, variant=variant, rounds=6, dtype=dtype)
     turns = 3 * [["llama", "diff_llama"], ["diff_llama", "llama"]]
