@@ -16,6 +16,9 @@ def haystack(text: str = TEXT, length: int = 2000) -> Haystack:
     return Haystack([text], TOKENIZER, length)
 
 
+HAYSTACK = haystack()
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     length=st.integers(700, 2000),
@@ -28,7 +31,7 @@ def test_prompt_has_length_needles_and_depth_asked_for(
     length: int, depth: float, needles: int, data: st.DataObject, seed: str
 ) -> None:
     queries = data.draw(st.integers(1, needles))
-    prompt = haystack().prompt(length=length, depth=depth, needles=needles, queries=queries, seed=seed)
+    prompt = HAYSTACK.prompt(length=length, depth=depth, needles=needles, queries=queries, seed=seed)
     size = len(TOKENIZER.encode(prompt.text))
     assert length - 35 < size <= length  # the longest sentence has 33 bytes
     assert len(prompt.numbers) == len(prompt.needles) == queries
@@ -50,7 +53,7 @@ def test_prompt_has_length_needles_and_depth_asked_for(
 
 
 def test_the_same_text_numbers_and_cities_at_every_depth() -> None:
-    prompts = [haystack().prompt(length=900, depth=depth, needles=1, queries=1, seed="a") for depth in (0, 0.5, 1)]
+    prompts = [HAYSTACK.prompt(length=900, depth=depth, needles=1, queries=1, seed="a") for depth in (0, 0.5, 1)]
     assert len({tuple(prompt.numbers) for prompt in prompts}) == 1
     assert len({prompt.text for prompt in prompts}) == 3
     without = {prompt.text.replace(prompt.text[slice(*prompt.needles[0])] + " ", "", 1) for prompt in prompts[:2]}
@@ -58,7 +61,7 @@ def test_the_same_text_numbers_and_cities_at_every_depth() -> None:
 
 
 def test_another_seed_is_another_prompt() -> None:
-    one, other = (haystack().prompt(length=900, depth=0, needles=1, queries=1, seed=seed) for seed in "ab")
+    one, other = (HAYSTACK.prompt(length=900, depth=0, needles=1, queries=1, seed=seed) for seed in "ab")
     assert one.numbers != other.numbers
 
 
@@ -73,7 +76,7 @@ def test_another_seed_is_another_prompt() -> None:
     ],
 )
 def test_fraction_found_of_completions(completion: str, share: float) -> None:
-    prompt = haystack().prompt(length=900, depth=0, needles=2, queries=2, seed="a")
+    prompt = HAYSTACK.prompt(length=900, depth=0, needles=2, queries=2, seed="a")
     object.__setattr__(prompt, "numbers", ["1234567", "7654321"])
     assert prompt.fraction_found(completion) == share
 
@@ -86,7 +89,7 @@ def test_questions_are_english() -> None:
 
 def test_too_short_and_empty_are_refused() -> None:
     with pytest.raises(ValueError, match="--length: 100 tokens do not hold the question"):
-        haystack().prompt(length=100, depth=0, needles=1, queries=1, seed="a")
+        HAYSTACK.prompt(length=100, depth=0, needles=1, queries=1, seed="a")
     with pytest.raises(ValueError, match=r"no sentence in the first 200,000 characters of any text.*--data.*--length"):
         haystack("no end of it")
 
