@@ -1,11 +1,9 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The style of figures: a palette for colour-blind readers, lines, bars, heat maps and labels."""
+"""The style of figures: a palette for colour-blind readers, lines, bars and labels."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -19,10 +17,10 @@ Point = dict[str, float]
 """`mean` and, where there is an interval, `low` and `high`."""
 
 
-def panels(figure: Figure, count: int, width: float = 5.2, height: float = 3.8, rows: int = 1) -> list[Axes]:
+def panels(figure: Figure, count: int, width: float = 5.2, rows: int = 1) -> list[Axes]:
     """Add `count` axes in `rows` rows to a figure and set its size, in inches."""
     columns = -(-count // rows)
-    figure.set_size_inches(width * columns, height * rows)
+    figure.set_size_inches(width * columns, 3.8 * rows)
     figure.set_layout_engine("constrained")
     return [figure.add_subplot(rows, columns, number + 1) for number in range(count)]
 
@@ -41,20 +39,17 @@ def lines(axes: Axes, x: Sequence[float], curves: Mapping[str, Sequence[Point]])
             axes.fill_between(x, low, high, color=COLOURS[index % 7], alpha=0.15, linewidth=0)
 
 
-def bars(axes: Axes, groups: Mapping[str, Sequence[Point]]) -> None:
-    """Plot means as bars at 0, 1, …, the labelled groups side by side; an empty point leaves a gap.
-
-    Thin lines show the intervals, if any.
-    """
+def bars(axes: Axes, ticks: Sequence[str], groups: Mapping[str, Sequence[Point]]) -> None:
+    """Plot means as bars at each tick, the labelled groups side by side, and intervals, if any, as thin lines."""
     width = 0.8 / len(groups)
     axes.set_axisbelow(True)
     for index, (label, points) in enumerate(groups.items()):
-        x = [place + (index - (len(groups) - 1) / 2) * width for place in range(len(points))]
-        heights = [point.get("mean", np.nan) for point in points]
-        axes.bar(x, heights, width, color=COLOURS[index % 7], label=label)
+        x = [place + (index - (len(groups) - 1) / 2) * width for place in range(len(ticks))]
+        axes.bar(x, [point["mean"] for point in points], width, color=COLOURS[index % 7], label=label)
         for at, point in zip(x, points, strict=True):
             if "low" in point:
                 axes.plot([at, at], [point["low"], point["high"]], color="black", linewidth=1)
+    axes.set_xticks(range(len(ticks)), ticks)
 
 
 def finish(axes: Axes, xlabel: str, ylabel: str, title: str = "") -> None:
@@ -66,40 +61,3 @@ def finish(axes: Axes, xlabel: str, ylabel: str, title: str = "") -> None:
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize="small")
-
-
-def heat_map(
-    axes: Axes,
-    values: np.ndarray,
-    x: Sequence[str],
-    y: Sequence[str],
-    *,
-    signed: bool = False,
-    limits: tuple[float, float] | None = None,
-    show: Callable[[float], str] | None = None,
-) -> Any:
-    """Draw values [y, x] as an image and return its mappable, for a colour bar.
-
-    Args:
-        axes: where to draw.
-        values: NaN for missing values.
-        x: labels of columns. y: labels of rows.
-        signed: use a diverging colour map, symmetric about 0.
-        limits: of the colours; by default those of the values.
-        show: formats each value, to be written into its cell.
-    """
-    if limits is None:
-        top = float(np.nanmax(np.abs(values))) or 1.0
-        limits = (-top, top) if signed else (float(np.nanmin(values)), float(np.nanmax(values)))
-    picture = axes.imshow(
-        values, cmap="PuOr" if signed else "cividis", vmin=limits[0], vmax=limits[1], aspect="auto", origin="upper"
-    )
-    axes.set_xticks(range(len(x)), x)
-    axes.set_yticks(range(len(y)), y)
-    if show:
-        for row, column in np.argwhere(~np.isnan(values)):
-            value = values[row, column]
-            dark = (signed and abs(value) < 0.6 * limits[1]) or (not signed and value > (limits[0] + limits[1]) / 2)
-            colour = "black" if dark else "white"
-            axes.text(column, row, show(value), ha="center", va="center", color=colour, fontsize="small")
-    return picture

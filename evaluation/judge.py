@@ -35,12 +35,9 @@ Verdict = bool | None
 
 @dataclass(frozen=True)
 class Judge:
-    """A chat model.
+    """A chat model, by its endpoint's address, without `/chat/completions`, and its name there.
 
-    Args:
-        url: of the endpoint, without `/chat/completions`.
-        model: its name there.
-        timeout: seconds that a reply may take.
+    `timeout` is in seconds, of each reply.
 
     Raises:
         ValueError: `url` is not an address of HTTP, or has a password or a query, which results would show.

@@ -54,19 +54,20 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measurement:
-    """The numbers of one sample under one condition.
+    """The numbers of one sample under one condition, by metric: the same metrics in every sample of a condition.
 
-    Args:
-        condition: what the numbers refer to.
-        values: numbers by metric, the same metrics in every sample of a condition.
-        weight: of this sample in the condition's average, such as the number of its tokens. With 0 it is not counted.
+    The weight is that of the sample in the condition's average, such as the number of its tokens. With 0 it is not
+    counted.
     """
 
     condition: Condition
-    values: dict[str, float]
+    values: Mapping[str, Any]
     weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.values = {name: float(value) for name, value in self.values.items()}
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,7 @@ class Outcome:
     def parse(cls, line: str) -> "Outcome":
         """Parse what `line` returned."""
         entry = json.loads(line)
-        measurements = [
-            Measurement(item["condition"], {name: float(x) for name, x in item["values"].items()}, item["weight"])
-            for item in entry["measurements"]
-        ]
-        return cls(entry["sample"], measurements, entry["detail"])
+        return cls(entry["sample"], [Measurement(**item) for item in entry["measurements"]], entry["detail"])
 
     @property
     def line(self) -> str:
@@ -155,14 +152,7 @@ class Probe(Settings, ABC, Generic[S]):
 
 @dataclass(frozen=True)
 class Report:
-    """The result of a run.
-
-    Args:
-        names: of the models.
-        rows: the numbers.
-        outcomes: for each model, every sample's.
-        record: the JSON report, with the rows.
-    """
+    """The result of a run: names of models, rows of numbers, each model's outcomes by sample, and the JSON report."""
 
     names: list[str]
     rows: list[Row]
@@ -255,7 +245,7 @@ def averages_over(
     Each outcome of a model has one measurement, of the `unit` that its name and itself tell. The averages' conditions
     lack the field `name`, and are of different units where the rest of the conditions differs.
     """
-    by_unit: dict[str, tuple[Condition, list[dict[str, float]]]] = {}
+    by_unit: dict[str, tuple[Condition, list[Mapping[str, float]]]] = {}
     for sample, outcome in outcomes.items():
         (measurement,) = outcome.measurements
         condition = {field: value for field, value in measurement.condition.items() if field != name}
@@ -283,9 +273,7 @@ RECORDED = ("versions", "paper", "data.path", "model.name", "model.commit")
 class SampleStore:
     """The outcomes of one model on disk: a header line that identifies the run, then a line for each sample.
 
-    Args:
-        file: created if it does not exist or has no samples. A truncated last line is dropped.
-        header: probe, settings, data and model.
+    The file is created if it does not exist or has no samples. A truncated last line is dropped.
 
     Raises:
         ValueError: the file holds another run's samples, or something else.

@@ -23,12 +23,7 @@ SAMPLES = Path(__file__).parent / "samples"
 
 @dataclass(frozen=True)
 class Source:
-    """The location of a probe's data.
-
-    Args:
-        path: a file or folder.
-        built_in: whether it is the sample of this package.
-    """
+    """The location of a probe's data, a file or folder, and whether it is the sample of this package."""
 
     path: Path
     built_in: bool
@@ -55,11 +50,9 @@ def find(name: str, data: Path | None) -> Source:
     """The data called `name`: `data`, or `data/name` if there is such a folder, or the built-in sample.
 
     Raises:
-        FileNotFoundError: `data` does not exist, or there is neither `data` nor a sample.
+        FileNotFoundError: `data` does not exist.
     """
     if data is None:
-        if not (SAMPLES / name).exists():
-            raise FileNotFoundError(f"There is no built-in sample of {name}. Name its file or folder with --data.")
         return Source(SAMPLES / name, built_in=True)
     data = data.expanduser()
     if not data.exists():

@@ -168,12 +168,9 @@ SPELLINGS = (
 
 @dataclass(frozen=True)
 class Final:
-    """A completion's answer.
+    """A completion's answer, where it begins, and whether it is stated as one, and not merely the last number.
 
-    Args:
-        text: the answer.
-        start: where in the completion it begins; its length if no answer is stated.
-        stated: whether it is stated as one, and not merely the last number.
+    If none is stated, `start` is the completion's length.
     """
 
     text: str

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from diffllama.evaluation.attention import AttentionCall, watched
 from diffllama.evaluation.datasets.data import Source, texts
 from diffllama.evaluation.datasets.haystack import Haystack
-from diffllama.evaluation.figures import finish, heat_map, lines, panels
+from diffllama.evaluation.figures import finish, lines, panels
 from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report
 from diffllama.evaluation.settings import AttentionToAnswerSettings
@@ -169,12 +169,12 @@ class AttentionToAnswer(AttentionToAnswerSettings, Probe[Passage]):
             values = np.array(detail["map"], float)
             layers, bins = values.shape
             numbers = [str(layer) if layer % 5 == 0 else "" for layer in range(layers)]
-            picture = heat_map(axes, values, [], numbers, signed=True, limits=(-top, top))
+            picture = axes.imshow(values, cmap="PuOr", vmin=-top, vmax=top, aspect="auto", origin="lower")
+            axes.set_yticks(range(layers), numbers)
             first, last = np.floor(detail["answer"][0] * bins), np.ceil(detail["answer"][1] * bins)
             frame = Rectangle((first - 0.5, -0.5), last - first, layers, fill=False, edgecolor="#009E73", linewidth=2)
             axes.add_patch(frame)
             axes.set_xticks(np.linspace(-0.5, bins - 0.5, 5), [f"{at} %" for at in range(0, 101, 25)])
-            axes.invert_yaxis()
             figure.colorbar(picture, ax=axes, label="signed share of the layer's Σ|a|")
             finish(axes, "position in the text, the answer framed", "layer", name)
             axes.grid(visible=False)

@@ -54,7 +54,7 @@ class Context(ContextSettings, LongTextProbe[list[int]]):
         for name, ids in samples.items():
             losses = -token_log_probs(loaded.model, loaded.tensor(ids)).double()
             means = losses.cumsum(0) / torch.arange(1, len(losses) + 1)
-            yield Outcome(name, [Measurement({"position": at}, {"nll": means[at - 2].item()}) for at in self.positions])
+            yield Outcome(name, [Measurement({"position": at}, {"nll": means[at - 2]}) for at in self.positions])
 
     def draw(self, report: Report, figure: Any) -> None:
         """One line a model, over positions on a logarithmic axis."""

@@ -132,12 +132,9 @@ class Hallucination(HallucinationSettings, Probe[Document]):
         verdicts = {judge: verdict(reply) for judge, reply in replies.items()}
         measurements = []
         for judge in self.judges:
-            values = {
-                "accuracy": verdicts.get(judge) is True,
-                "unreadable": bool(response) and verdicts[judge] is None,
-                "empty": not response,
-            }
-            measurements.append(Measurement({"judge": judge}, {name: float(value) for name, value in values.items()}))
+            unreadable = bool(response) and verdicts[judge] is None
+            values = {"accuracy": verdicts.get(judge) is True, "unreadable": unreadable, "empty": not response}
+            measurements.append(Measurement({"judge": judge}, values))
         if len(verdicts) > 1:
             measurements.append(Measurement({"judge": "all judges"}, {"agreement": agreement(list(verdicts.values()))}))
         detail = {"response": response, "asked": asked, "replies": replies, "verdicts": verdicts}
@@ -159,9 +156,8 @@ class Hallucination(HallucinationSettings, Probe[Document]):
         """Accuracy in the eyes of each judge, a bar for each model."""
         (axes,) = panels(figure, 1)
         judges = list(self.judges)
-        bars(axes, report.points("accuracy", [report.select(judge=judge)[0] for judge in judges]))
+        bars(axes, judges, report.points("accuracy", [report.select(judge=judge)[0] for judge in judges]))
         axes.set_ylim(0, 1.3)  # room for the legend
         axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
-        axes.set_xticks(range(len(judges)), judges)
         title = f"{self.task}, {report.rows[0]['samples']:,} documents"
         finish(axes, "judge", "share of responses\nfree of hallucination", title)

@@ -89,7 +89,7 @@ class InContext(InContextSettings, Probe[Trial]):
         """Accuracy: 1 for the right class, 0 for another."""
         for name, answer in classify(loaded, samples):
             trial = samples[name]
-            accuracy = Measurement(trial.condition, {"accuracy": float(answer == trial.label)})
+            accuracy = Measurement(trial.condition, {"accuracy": answer == trial.label})
             yield Outcome(name, [accuracy], {"label": trial.label, "answer": answer})
 
 

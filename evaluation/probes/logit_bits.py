@@ -98,7 +98,7 @@ class LogitBits(LogitBitsSettings, Probe[Item]):
                 for bits in BITS:
                     sums = np.array(scores[bits][index])
                     answers = {"acc": likeliest(sums, dtype), "acc_norm": likeliest(sums / lengths, dtype)}
-                    right = {name: float(answer == item.gold) for name, answer in answers.items()}
+                    right = {name: answer == item.gold for name, answer in answers.items()}
                     measurements.append(Measurement({"bits": bits}, right))
                 detail = {"gold": item.gold, "log_likelihoods": {str(bits): scores[bits][index] for bits in BITS}}
                 yield Outcome(item.id, measurements, detail)

@@ -67,10 +67,9 @@ class Math(MathSettings, Probe[Problem]):
             right = samples[name].answer
             answer = final_answer(text)
             solved = correct(answer.text, right)
-            tokens = float(len(loaded.encode(text[: answer.start])))
-            everything = {"accuracy": float(solved), "stated": float(answer.stated), "tokens": tokens}
+            tokens = len(loaded.encode(text[: answer.start]))
             measurements = [
-                Measurement({"problems": "all"}, everything),
+                Measurement({"problems": "all"}, {"accuracy": solved, "stated": answer.stated, "tokens": tokens}),
                 Measurement({"problems": "solved" if solved else "missed"}, {"tokens": tokens}),
             ]
             yield Outcome(name, measurements, {"completion": text, "answer": answer.text, "right": right})
@@ -79,14 +78,13 @@ class Math(MathSettings, Probe[Problem]):
         """Shares of all problems, and lengths by kind of problem; a bar for each model."""
         share, length = panels(figure, 2)
         rows = {row["condition"]["problems"]: row for row in report.rows}
-        shares, kinds = ("accuracy", "stated"), [kind for kind in ("all", "solved", "missed") if kind in rows]
+        shares = {"accuracy": "solved", "stated": "with a stated answer"}
         everything = zip(report.names, rows["all"]["models"], strict=True)
-        bars(share, {name: [values[metric] for metric in shares] for name, values in everything})
-        bars(length, report.points("tokens", [rows[kind] for kind in kinds]))
+        bars(share, [*shares.values()], {name: [values[metric] for metric in shares] for name, values in everything})
+        kinds = {kind: f"{kind}\n({rows[kind]['samples']:,})" for kind in ("all", "solved", "missed") if kind in rows}
+        bars(length, [*kinds.values()], report.points("tokens", [rows[kind] for kind in kinds]))
         share.set_ylim(0, 1.3)  # room for the legend
         share.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
-        share.set_xticks(range(2), ["solved", "with a stated answer"])
-        length.set_xticks(range(len(kinds)), [f"{kind}\n({rows[kind]['samples']:,})" for kind in kinds])
         finish(share, "", "share of problems", self.task)
         length.margins(y=0.25)  # likewise
         finish(length, "problems", "tokens of reasoning")

@@ -12,7 +12,7 @@ import numpy as np
 
 from diffllama.evaluation.datasets.data import Source, texts
 from diffllama.evaluation.datasets.haystack import CITIES, Haystack, Prompt
-from diffllama.evaluation.figures import finish, heat_map, panels
+from diffllama.evaluation.figures import finish, panels
 from diffllama.evaluation.likelihood import completions
 from diffllama.evaluation.models import LoadedModel
 from diffllama.evaluation.runs import Measurement, Outcome, Probe, Report, Row, averages_over
@@ -120,13 +120,11 @@ class Needles(NeedlesSettings, Probe[Task]):
                 ]
                 for depth in self.depth
             ]
-            heat_map(
-                axes,
-                np.array(values),
-                [f"{length:,}" for length in self.length],
-                [f"{depth:.0%}" for depth in self.depth],
-                limits=(0, 1),
-                show="{:.2f}".format,
-            )
+            axes.imshow(values, cmap="cividis", vmin=0, vmax=1, aspect="auto")
+            axes.set_xticks(range(len(self.length)), [f"{length:,}" for length in self.length])
+            axes.set_yticks(range(len(self.depth)), [f"{depth:.0%}" for depth in self.depth])
+            for (row, column), value in np.ndenumerate(values):
+                colour = "black" if value > 0.5 else "white"
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour, fontsize="small")
             finish(axes, "length (tokens)", "depth of the answer", f"{report.names[model]}\naccuracy, {entry}")
             axes.grid(visible=False)

@@ -79,7 +79,7 @@ class Recall(RecallSettings, LongTextProbe[Text]):
             hit[text.hits] = True
             slices = dict(zip(SLICES, (losses[hit[1:]], losses[~hit[1:]], losses), strict=True))
             measurements = [
-                Measurement({"slice": slice}, {"nll": nll.mean().item()}, len(nll))
+                Measurement({"slice": slice}, {"nll": nll.mean()}, len(nll))
                 for slice, nll in slices.items()
                 if len(nll)
             ]
@@ -106,6 +106,5 @@ class Recall(RecallSettings, LongTextProbe[Text]):
     def draw(self, report: Report, figure: Any) -> None:
         """Bars of the models for each slice."""
         (axes,) = panels(figure, 1)
-        bars(axes, report.points("nll"))
-        axes.set_xticks(range(len(report.rows)), [row["condition"]["slice"] for row in report.rows])
+        bars(axes, [row["condition"]["slice"] for row in report.rows], report.points("nll"))
         finish(axes, f"slice of the tokens ({self.n}-grams)", "NLL (nats per token)")

@@ -69,12 +69,9 @@ class PowerLaw:
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses to fit.
+    """Losses to fit, by architecture, and whether to fit the irreducible loss.
 
-    Args:
-        condition: over what, and what is fixed: {"over": "parameters", "tokens": 1e10}.
-        points: by architecture.
-        irreducible: whether to fit the irreducible loss.
+    The condition says over what they are, and what is fixed: {"over": "parameters", "tokens": 1e10}.
     """
 
     condition: Condition

@@ -105,8 +105,7 @@ class Throughput(ThroughputSettings, ModelPairProbe[int]):
             rows = report.select(**{"pass": name})
             labelled = {"transformer": "Transformer", "diff": f"DIFF {self.variant.upper()}"}
             speeds = {model: [row["models"][0][f"{model}_tokens_per_second"] for row in rows] for model in labelled}
-            bars(axes, {labelled[model]: points for model, points in speeds.items()})
-            labels = [f"{row['condition']['length']:,}\n{row['models'][0]['ratio']['mean']:.2f}×" for row in rows]
-            axes.set_xticks(range(len(rows)), labels)
+            ticks = [f"{row['condition']['length']:,}\n{row['models'][0]['ratio']['mean']:.2f}×" for row in rows]
+            bars(axes, ticks, {labelled[model]: points for model, points in speeds.items()})
             axes.margins(y=0.25)  # room for the legend
             finish(axes, "length (tokens), and DIFF's share of the Transformer's speed", "tokens per second", name)

@@ -30,11 +30,9 @@ class TestFind:
         monkeypatch.setenv("HOME", str(tmp_path))
         assert find("novels", Path("~")).path == tmp_path
 
-    def test_missing_data_and_sample_are_refused(self, tmp_path: Path) -> None:
+    def test_missing_data_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match=r"nowhere does not exist\. Name a file or folder with novels with"):
             find("novels", tmp_path / "nowhere")
-        with pytest.raises(FileNotFoundError, match=r"no built-in sample of others\. Name its file or folder with --d"):
-            find("others", None)
 
     def test_the_first_file_that_is_there_is_taken(self, tmp_path: Path) -> None:
         source = Source(tmp_path, built_in=False)

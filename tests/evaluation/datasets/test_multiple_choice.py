@@ -90,7 +90,6 @@ def test_the_built_in_sample_is_enough_for_five_shots(task: str) -> None:
         ("winogrande", JUG | {"context_options": []}, "winogrande:0 must have a question and a list of answers"),
         ("winogrande", JUG | {"gold": 2}, "`gold` of winogrande:0 must be from 0 to 1, got 2"),
         ("winogrande", JUG | {"context_options": "The jug"}, "winogrande:0 must have a question and a list of answers"),
-        ("copa", SEA, "There is no task copa. There are: arc_challenge, "),
     ],
 )
 def test_malformed_row_is_refused_by_name(task: str, row: dict[str, Any], message: str, tmp_path: Path) -> None:
