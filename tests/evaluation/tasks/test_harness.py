@@ -31,11 +31,17 @@ from support.rule_based_lm import byte_tokenizer, rule_based_lm
 
 
 @pytest.fixture(scope="module", autouse=True)
-def built_in_samples() -> Iterator[None]:
-    """Ignores data that the environment names, and spares lm-eval its list of installed packages, made by pip."""
+def small_lm_eval(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Leaves lm-eval one folder of its own tasks, and no list of packages, made by pip: both take seconds.
+
+    Data that the environment names are ignored.
+    """
+    folder = tmp_path_factory.mktemp("lm_eval")
+    shutil.copytree(Path(lm_eval.tasks.__file__).parent / "hellaswag", folder / "hellaswag")
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("DIFFLLAMA_DATA", raising=False)
+        patch.setattr("lm_eval.tasks.manager.__file__", str(folder / "manager.py"))
         patch.setattr("torch.utils.collect_env.get_pretty_env_info", str)
+        patch.delenv("DIFFLLAMA_DATA", raising=False)
         yield
 
 
@@ -50,8 +56,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def manager(**metadata: Any) -> TaskManager:
-    """Of our tasks alone: lm-eval takes seconds to find its own."""
-    return TaskManager(include_path=str(TASKS), include_defaults=False, metadata=metadata)
+    return TaskManager(include_path=str(TASKS), metadata=metadata)
 
 
 @pytest.fixture(scope="module")
@@ -159,13 +164,6 @@ def test_nan_scores_are_refused() -> None:
         assert metric(doc, [(-4.0, True), (-math.inf, False)]) == {"accuracy": 1.0}
 
 
-def test_accuracy_of_model_that_always_says_yes() -> None:
-    loaded = rule_based_lm(lambda _: " yes", after="Answer:")
-    model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer)
-    found = simple_evaluate(model=model, tasks=["diffllama_boolq"], task_manager=manager(), bootstrap_iters=0)
-    assert found["results"]["diffllama_boolq"]["accuracy,none"] == 4 / 7
-
-
 def test_needles_are_those_of_the_probe_and_counted_alike(models: Path) -> None:
     def answer(question: str) -> str:
         city = re.findall(r"The magic numbers? of (\w+)", question)[-1]  # the first that is asked for
@@ -239,16 +237,6 @@ def test_data_of_option_environment_or_sample_are_read(tmp_path: Path, monkeypat
         first(data=str(tmp_path))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def few_tasks_of_lm_eval(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Leaves lm-eval one folder of its own tasks: it takes seconds to read all 14,000."""
-    folder = tmp_path_factory.mktemp("lm_eval")
-    shutil.copytree(Path(lm_eval.tasks.__file__).parent / "hellaswag", folder / "hellaswag")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lm_eval.tasks.manager.__file__", str(folder / "manager.py"))
-        yield
-
-
 def call(*arguments: object) -> int:
     """Runs the command as the shell would, in this process. Returns its exit status."""
     with pytest.MonkeyPatch.context() as patch:
@@ -258,20 +246,8 @@ def call(*arguments: object) -> int:
     return end.value.code or 0
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first two items of every task, as somebody's own data."""
-    folder = tmp_path_factory.mktemp("data")
-    for task in NAMES:
-        name = "hellaswag_val_full.txt" if task == "hellaswag" else f"{task}.jsonl"
-        target = folder / dataset_name(task) / name
-        target.parent.mkdir(exist_ok=True)
-        lines = (SAMPLES / dataset_name(task) / name).read_text().splitlines(keepends=True)
-        target.write_text("".join(lines[: 12 if task == "hellaswag" else 2]))
-    return folder
-
-
-def test_results_of_the_command_line_feed_the_card(models: Path, data: Path, tmp_path: Path) -> None:
+def test_results_of_the_command_line_feed_the_card(models: Path, tmp_path: Path) -> None:
+    data = shutil.copytree(SAMPLES, tmp_path / "data")  # as somebody's own
     diff = models / "diff"
     options = ("--model_args", f"pretrained={diff}", "--tasks", "diffllama_paper", "--num_fewshot=1")
     options = (*options, "--metadata", f"data={data}", "--device=cpu", "-o", tmp_path, "--log_samples")
