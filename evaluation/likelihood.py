@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import DynamicCache, PreTrainedModel
 
 from diffllama.evaluation.models import LoadedModel
 
@@ -102,22 +102,6 @@ def continuation_log_probs(
             yield index, scores[row, starts[index] - first :].sum().item()
 
 
-class Stop(StoppingCriteria):
-    """Stops a row when its generated text contains one of the strings.
-
-    transformers' `StopStringCriteria` fails with word-level tokenizers and matches strings that begin in the prompt.
-    """
-
-    def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase, start: int) -> None:
-        self.strings, self.tokenizer, self.start = strings, tokenizer, start  # the length of the prompts
-
-    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
-        """Which rows are done, [b]."""
-        texts = self.tokenizer.batch_decode(input_ids[:, self.start :], skip_special_tokens=True)
-        ended = [any(string in text for string in self.strings) for text in texts]
-        return torch.tensor(ended, device=input_ids.device)
-
-
 @torch.inference_mode()
 def completions(
     loaded: LoadedModel,
@@ -134,6 +118,12 @@ def completions(
     pad = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
     for keys in batches({key: len(prompt) for key, prompt in prompts.items()}, batch_tokens):
         ids = torch.tensor([prompts[key] for key in keys], device=loaded.model.device)
+
+        # transformers' StopStringCriteria fails with word-level tokenizers and matches strings that begin in the prompt
+        def ended(ids: torch.Tensor, scores: object, start: int = ids.shape[1], **kwargs: object) -> torch.Tensor:
+            texts = tokenizer.batch_decode(ids[:, start:], skip_special_tokens=True)
+            return torch.tensor([any(string in text for string in stop) for text in texts], device=ids.device)
+
         generated = loaded.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -143,7 +133,7 @@ def completions(
             repetition_penalty=1.0,  # a checkpoint's own settings may punish the repetition that a probe asks for
             no_repeat_ngram_size=0,
             pad_token_id=pad,
-            stopping_criteria=[Stop(stop, tokenizer, ids.shape[1])] if stop else None,
+            stopping_criteria=[ended] if stop else None,
         )
         for key, row in zip(keys, generated[:, ids.shape[1] :], strict=True):
             text = tokenizer.decode(row, skip_special_tokens=True)

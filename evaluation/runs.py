@@ -58,8 +58,7 @@ T = TypeVar("T")
 class Measurement:
     """The numbers of one sample under one condition, by metric: the same metrics in every sample of a condition.
 
-    The weight is that of the sample in the condition's average, such as the number of its tokens. With 0 it is not
-    counted.
+    The weight is that of the sample in the condition's average, such as the number of its tokens.
     """
 
     condition: Condition
@@ -189,16 +188,14 @@ def weighted_means(values: np.ndarray, weights: np.ndarray, axis: int) -> np.nda
 def average(measured: Sequence[Mapping[str, Outcome]], *, seed: int, intervals: bool) -> list[Row]:
     """Average over samples for each condition, with bootstrap intervals; of two models, also their paired difference.
 
-    A sample is counted in a condition if every model has it there, with a weight. Fewer than `FEWEST` have no interval.
+    A sample is counted in a condition if every model has it there. Fewer than `FEWEST` have no interval.
     """
     by_condition: dict[str, list[dict[str, Measurement]]] = {}
     for index, outcomes in enumerate(measured):
         for sample, outcome in outcomes.items():
             for measurement in outcome.measurements:
                 key = json.dumps(measurement.condition, sort_keys=True)
-                models = by_condition.setdefault(key, [{} for _ in measured])
-                if measurement.weight:
-                    models[index][sample] = measurement
+                by_condition.setdefault(key, [{} for _ in measured])[index][sample] = measurement
     rows = []
     for models in by_condition.values():
         shared = sorted(set.intersection(*(set(samples) for samples in models)))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedTokenizerBase
+from diffllama.evaluation.models import LoadedModel
 
 
 # fmt: off
@@ -57,15 +57,15 @@ class Haystack:
         ValueError: there is no sentence.
     """
 
-    def __init__(self, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, texts: Iterable[str], loaded: LoadedModel, length: int) -> None:
+        self.loaded = loaded
         self.sentences: list[str] = []
         self.sizes: list[int] = []
         for text in texts:
             flat = " ".join(text[: 100 * length].split())
             sentences = [match.strip() for match in re.findall(r"[^.!?]+[.!?]+[\"”’')]*", flat)]
             self.sentences += sentences
-            self.sizes += [self.count(f" {sentence}") for sentence in sentences]
+            self.sizes += [len(loaded.encode(f" {sentence}")) for sentence in sentences]
             if sum(self.sizes) > 4 * length:
                 break
         if not self.sentences:
@@ -73,10 +73,6 @@ class Haystack:
                 f"There is no sentence in the first {100 * length:,} characters of any text. Name other texts with "
                 "--data, or ask for more with --length."
             )
-
-    def count(self, text: str) -> int:
-        """Tokens of a text alone."""
-        return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     def prompt(self, *, length: int, depth: float, needles: int, queries: int, seed: str) -> Prompt:
         """A prompt of `length` tokens, or less than a sentence fewer, `queries` of whose needles are asked for.
@@ -92,7 +88,8 @@ class Haystack:
         numbers = [str(draw.randrange(1_000_000, 10_000_000)) for _ in cities]
         facts = [f"The magic number of {city} is {number}." for city, number in zip(cities, numbers, strict=True)]
         question = ask(cities[:queries])
-        budget = length - self.count(HEAD + " ".join(facts) + question) - 1  # a token where two texts meet
+        rest = self.loaded.prefix + self.loaded.encode(HEAD + " ".join(facts) + question)
+        budget = length - len(rest) - 1  # a token where two texts meet
         start = draw.randrange(len(self.sentences))
         while self.sizes[start] > budget >= min(self.sizes):
             start = (start + 1) % len(self.sizes)

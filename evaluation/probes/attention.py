@@ -98,7 +98,7 @@ class AttentionToAnswer(AttentionToAnswerSettings, Probe[Passage]):
 
     def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, Passage]:
         """Prompts with one needle, as token ids."""
-        haystack = Haystack(texts(source).values(), loaded.tokenizer, self.length)
+        haystack = Haystack(texts(source).values(), loaded, self.length)
         return {
             f"{depth} {number}": self.passage(haystack, depth, number, loaded)
             for depth in self.depth
@@ -114,7 +114,7 @@ class AttentionToAnswer(AttentionToAnswerSettings, Probe[Passage]):
         if not loaded.tokenizer.is_fast:
             raise ValueError(f"The tokenizer of {loaded.name} does not say where its tokens are. Save a fast one.")
         prompt = haystack.prompt(
-            length=self.length - len(loaded.prefix),
+            length=self.length,
             depth=depth,
             needles=1,
             queries=1,

@@ -120,13 +120,13 @@ class Gradients(GradientsSettings, ModelPairProbe[torch.Tensor]):
 
     def draw(self, report: Report, figure: Any) -> None:
         """A panel for each step, with both models' norms of each part on a logarithmic axis."""
-        steps, labels = self.measured_steps, {"transformer": "Transformer", "diff": f"DIFF {self.variant.upper()}"}
+        steps = self.measured_steps
         grid = panels(figure, len(steps), rows=-(-len(steps) // 2))
         for axes in grid[1:]:
             axes.sharey(grid[0])
         for axes, step in zip(grid, steps, strict=True):
             rows = report.select(step=step)
-            for index, (model, label) in enumerate(labels.items()):
+            for index, (model, label) in enumerate(self.labels.items()):
                 values = [row["models"][0].get(model, {"mean": math.nan})["mean"] for row in rows]
                 axes.plot(range(len(rows)), values, MARKERS[index], color=COLOURS[index], label=label)
             axes.margins(y=0.35)  # room for the legend

@@ -38,6 +38,11 @@ class ModelPairProbe(ModelPairSettings, Probe[S]):
         """The device of the models."""
         return available_device(self.device)
 
+    @property
+    def labels(self) -> dict[str, str]:
+        """What figures call the models."""
+        return {"transformer": "Transformer", "diff": f"DIFF {self.variant.upper()}"}
+
     def configs(self, **fields: Any) -> dict[str, PretrainedConfig]:
         """Configurations of the two models, with these fields replaced."""
         make = partial(partial(preset, self.size) if self.size else partial(DiffLlamaConfig, **SMALL), **fields)

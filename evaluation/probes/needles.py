@@ -57,11 +57,11 @@ class Needles(NeedlesSettings, Probe[Task]):
     def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, Task]:
         """Prompts: the same text, cities and numbers at every depth."""
         pairs = self.pairs()
-        haystack = Haystack(texts(source).values(), loaded.tokenizer, max(self.length))
+        haystack = Haystack(texts(source).values(), loaded, max(self.length))
         return {
             f"{entry} {length} {depth} {number}": Task(
                 haystack.prompt(
-                    length=length - len(loaded.prefix),
+                    length=length,
                     depth=depth,
                     needles=needles,
                     queries=queries,

@@ -103,9 +103,11 @@ class Throughput(ThroughputSettings, ModelPairProbe[int]):
         """A panel for each pass, with both models' bars at each length and the ratio between them."""
         for axes, name in zip(panels(figure, len(PASSES)), PASSES, strict=True):
             rows = report.select(**{"pass": name})
-            labelled = {"transformer": "Transformer", "diff": f"DIFF {self.variant.upper()}"}
-            speeds = {model: [row["models"][0][f"{model}_tokens_per_second"] for row in rows] for model in labelled}
+            speeds = {
+                label: [row["models"][0][f"{model}_tokens_per_second"] for row in rows]
+                for model, label in self.labels.items()
+            }
             ticks = [f"{row['condition']['length']:,}\n{row['models'][0]['ratio']['mean']:.2f}×" for row in rows]
-            bars(axes, ticks, {labelled[model]: points for model, points in speeds.items()})
+            bars(axes, ticks, speeds)
             axes.margins(y=0.25)  # room for the legend
             finish(axes, "length (tokens), and DIFF's share of the Transformer's speed", "tokens per second", name)

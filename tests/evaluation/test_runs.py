@@ -71,20 +71,13 @@ class TestAverage:
         for model in row["models"]:
             assert model["x"]["high"] - model["x"]["low"] > 0.3
 
-    def test_a_sample_counts_where_every_model_has_it_with_a_weight(self) -> None:
-        one, other = outcomes(1, 2, 3, 100), outcomes(5, 6, 7, 8, weights=(1, 1, 1, 0))
-        del one["s0"]
+    def test_a_sample_counts_where_every_model_has_it(self) -> None:
+        one, other = outcomes(1, 2, 3, 100), outcomes(5, 6, 7, 8)
+        del one["s0"], other["s3"]
         row = only(average([one, other], seed=0, intervals=False))
         assert row["samples"] == 2
         assert row["models"] == [{"x": {"mean": 2.5}}, {"x": {"mean": 6.5}}]
         assert row["difference"] == {"x": {"mean": 4}}
-
-    def test_weight_of_zero_is_not_counted(self) -> None:
-        counted = outcomes(*6 * [2], float("nan"), weights=(*6 * [1], 0))
-        row = only(average([counted], seed=0, intervals=True))
-        assert row["samples"] == 6
-        assert row["models"][0]["x"] == {"mean": 2, "low": 2, "high": 2}
-        assert average([outcomes(1, weights=(0,))], seed=0, intervals=True) == []
 
     def test_condition_missing_in_one_model_is_left_out(self) -> None:
         one = {name: Outcome(name, outcome.measurements * 2) for name, outcome in outcomes(1, 2, at=1).items()}

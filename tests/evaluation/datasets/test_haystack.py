@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffllama.evaluation.datasets.haystack import Haystack, ask
-from support.rule_based_lm import byte_tokenizer
+from support.rule_based_lm import byte_tokenizer, rule_based_lm
 
 
 TOKENIZER = byte_tokenizer()
@@ -13,7 +13,7 @@ TEXT = "".join(f"Sentence {number} is {'very ' * (number % 3)}short. " for numbe
 
 
 def haystack(text: str = TEXT, length: int = 2000) -> Haystack:
-    return Haystack([text], TOKENIZER, length)
+    return Haystack([text], rule_based_lm(lambda _: "", ""), length)
 
 
 HAYSTACK = haystack()
