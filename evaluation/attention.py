@@ -45,9 +45,9 @@ class AttentionCall:
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    mask: torch.Tensor | None
     scaling: float
-    differential_lambda: torch.Tensor | None
+    mask: torch.Tensor | None = None
+    differential_lambda: torch.Tensor | None = None
 
     @property
     def layer(self) -> int:

@@ -150,10 +150,9 @@ def test_returned_tensor_replaces_the_output() -> None:
 def test_blocks_cover_all_rows_and_are_bounded(block_bytes: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three sequences, two heads, 7 queries and 11 keys."""
     monkeypatch.setattr(attention, "BLOCK_BYTES", block_bytes)
-    query, key = torch.zeros(3, 2, 7, 4), torch.zeros(3, 1, 11, 4)
-    call = AttentionCall(
-        module=torch.nn.Identity(), query=query, key=key, value=key, mask=None, scaling=1.0, differential_lambda=None
-    )
+    key = torch.zeros(3, 1, 11, 4)
+    query = torch.zeros(3, 2, 7, 4)
+    call = AttentionCall(module=torch.nn.Identity(), query=query, key=key, value=key, scaling=1.0)
     blocks = list(call.blocks())
     assert [row for block in blocks for row in range(7)[block]] == list(range(7))
     assert max(block.stop - block.start for block in blocks) == rows
@@ -164,9 +163,7 @@ def test_query_attends_causally_without_mask() -> None:
     """Queries 2 and 3 of four, whose scores are all 0: thirds, then quarters."""
     query, key = torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 4, 2)
     value = torch.tensor([[3.0, 0], [3, 0], [3, 0], [3, 12]])[None, None]
-    call = AttentionCall(
-        module=torch.nn.Identity(), query=query, key=key, value=value, mask=None, scaling=1.0, differential_lambda=None
-    )
+    call = AttentionCall(module=torch.nn.Identity(), query=query, key=key, value=value, scaling=1.0)
     maps = call.maps(slice(0, 2))
     torch.testing.assert_close(maps[0, 0], torch.tensor([[1 / 3, 1 / 3, 1 / 3, 0], [1 / 4] * 4]))
     torch.testing.assert_close(call.output(maps)[0, :, 0], torch.tensor([[3.0, 0], [3, 3]]))

@@ -1,7 +1,7 @@
 """The probe of hallucination: summaries and judges that are known."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,6 @@ from diffllama.evaluation.runs import Report
 from support.fake_judge import Answer, FakeJudge
 from support.probe_runs import run_probe
 from support.rule_based_lm import rule_based_lm
-
-
-def measured(output: Path, *loaded_models: LoadedModel, data: Path | None = None, **settings: Any) -> Report:
-    return run_probe(Hallucination(**settings), *loaded_models, output=output, data=data)
 
 
 def summariser(known: int) -> LoadedModel:
@@ -50,19 +46,28 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJudge]:
         yield endpoint
 
 
+Measured = Callable[..., Report]
+
+
 @pytest.fixture
-def birds(tmp_path: Path) -> Path:
-    file = tmp_path / "birds.jsonl"
+def measured(tmp_path: Path, endpoint: FakeJudge) -> Measured:
+    """Measures models, by default on documents about birds."""
+    birds = tmp_path / "birds.jsonl"
     rows = [
         {"document": f"There are {number} birds. They sing.", "summary": f"{number} birds sing."}
         for number in (*range(10, 16), 100, 101)
     ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    birds.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def measured(*models: LoadedModel, data: Path | None = birds, max_tokens: int = 40, **settings: Any) -> Report:
+        probe = Hallucination(judge_url=endpoint.url, max_tokens=max_tokens, **settings)
+        return run_probe(probe, *models, output=tmp_path, data=data)
+
+    return measured
 
 
-def test_accuracy_is_fraction_of_supported_summaries(birds: Path, tmp_path: Path, endpoint: FakeJudge) -> None:
-    report = measured(tmp_path, summariser(14), data=birds, judge_url=endpoint.url, max_tokens=40)
+def test_accuracy_is_fraction_of_supported_summaries(measured: Measured, endpoint: FakeJudge, tmp_path: Path) -> None:
+    report = measured(summariser(14))
     assert [row["condition"] for row in report.rows] == [{"judge": "gpt-4o"}]
     assert report.rows[0]["samples"] == 8
     assert mean(report, judge="gpt-4o") == {"accuracy": 4 / 8, "unreadable": 0, "empty": 2 / 8}
@@ -78,7 +83,7 @@ def test_accuracy_is_fraction_of_supported_summaries(birds: Path, tmp_path: Path
     assert not [file for file in tmp_path.iterdir() if b"secret" in file.read_bytes()]
 
 
-def test_judges_that_differ_have_accuracy_agreement_and_kappa(birds: Path, tmp_path: Path, endpoint: FakeJudge) -> None:
+def test_judges_that_differ_have_accuracy_agreement_and_kappa(measured: Measured, endpoint: FakeJudge) -> None:
     """The kind judge finds everything true, the vague one gives no verdict on the first."""
 
     def rule(body: dict[str, Any], count: int) -> Answer:
@@ -88,8 +93,7 @@ def test_judges_that_differ_have_accuracy_agreement_and_kappa(birds: Path, tmp_p
 
     endpoint.rule = rule
     judges = ["strict", "kind", "vague"]
-    settings = {"data": birds, "judge_url": endpoint.url, "judge_model": judges, "max_tokens": 40}
-    report = measured(tmp_path, summariser(14), summariser(99), **settings)
+    report = measured(summariser(14), summariser(99), judge_model=judges)
     assert [mean(report, judge=name)["accuracy"] for name in judges] == [4 / 8, 6 / 8, 3 / 8]
     assert [mean(report, judge=name)["unreadable"] for name in judges] == [0, 0, 1 / 8]
     assert [mean(report, 1, judge=name)["accuracy"] for name in judges] == [6 / 8, 6 / 8, 5 / 8]
@@ -104,14 +108,11 @@ def test_judges_that_differ_have_accuracy_agreement_and_kappa(birds: Path, tmp_p
     assert report.select(judge="strict")[0]["difference"]["accuracy"]["mean"] == pytest.approx(2 / 8)
 
 
-def test_agreement_is_over_documents_that_all_models_respond_to(
-    birds: Path, tmp_path: Path, endpoint: FakeJudge
-) -> None:
+def test_agreement_is_over_documents_that_all_models_respond_to(measured: Measured, endpoint: FakeJudge) -> None:
     """One model says nothing of the last two documents, the other says of all what is true of the first."""
     endpoint.rule = lambda body, count: "Conclusion: True" if body["model"] == "kind" else strict(body, count)
     other = rule_based_lm(lambda text: "\nThere are 10 birds.\n\n", after="\n\nSummary:")
-    settings = {"data": birds, "judge_url": endpoint.url, "judge_model": ["strict", "kind"], "max_tokens": 40}
-    report = measured(tmp_path, summariser(14), other, **settings)
+    report = measured(summariser(14), other, judge_model=["strict", "kind"])
     assert report.select(judge="all judges")[0]["samples"] == 6
     for model, (observed, true) in enumerate([(4 / 6, 10 / 12), (1 / 6, 7 / 12)]):
         chance = true**2 + (1 - true) ** 2
@@ -119,51 +120,49 @@ def test_agreement_is_over_documents_that_all_models_respond_to(
         assert mean(report, model, judge="all judges") == pytest.approx(expected)
 
 
-def test_same_judge_named_twice_is_numbered_and_compared(birds: Path, tmp_path: Path, endpoint: FakeJudge) -> None:
+def test_same_judge_named_twice_is_numbered_and_compared(measured: Measured, endpoint: FakeJudge) -> None:
     endpoint.rule = lambda body, count: f"Conclusion: {count % 2 == 0 or 'There are 10' in str(body)}"
-    judges = ["one", "one"]
-    report = measured(tmp_path, summariser(99), data=birds, judge_url=endpoint.url, judge_model=judges, max_tokens=40)
+    report = measured(summariser(99), judge_model=["one", "one"])
     assert [row["condition"]["judge"] for row in report.rows] == ["one (1)", "one (2)", "all judges"]
     assert [mean(report, judge=f"one ({number})")["accuracy"] for number in (1, 2)] == [6 / 8, 1 / 8]
     assert mean(report, judge="all judges")["agreement"] == pytest.approx(1 / 6)
 
 
-def test_judge_failing_midway_is_asked_only_for_the_rest(birds: Path, tmp_path: Path, endpoint: FakeJudge) -> None:
+def test_judge_failing_midway_is_asked_only_for_the_rest(measured: Measured, endpoint: FakeJudge) -> None:
     endpoint.rule = lambda body, count: strict(body, count) if count < 4 else (401, "no credit")
-    settings = {"data": birds, "judge_url": endpoint.url, "max_tokens": 40}
     with pytest.raises(ConnectionError, match="refuses: 401 Unauthorized, no credit"):
-        measured(tmp_path, summariser(14), **settings)
+        measured(summariser(14))
     before = len(endpoint.bodies)
     endpoint.rule = strict
-    report = measured(tmp_path, summariser(14), **settings)
+    report = measured(summariser(14))
     assert (before, len(endpoint.bodies)) == (5, 5 + 2)
     assert mean(report, judge="gpt-4o")["accuracy"] == 4 / 8
-    assert measured(tmp_path, summariser(14), **settings).rows == report.rows
+    assert measured(summariser(14)).rows == report.rows
     assert len(endpoint.bodies) == 7
 
 
-def test_questions_are_answered_in_one_line(tmp_path: Path, endpoint: FakeJudge) -> None:
+def test_questions_are_answered_in_one_line(measured: Measured) -> None:
     loaded = rule_based_lm(lambda text: " the Ebbe\nQuestion: no", after="live?\n\nAnswer:")
-    report = measured(tmp_path, loaded, task="hotpotqa", judge_url=endpoint.url, max_tokens=20)
+    report = measured(loaded, data=None, task="hotpotqa", max_tokens=20)
     first = report.outcomes[0]["dev.json:0"].detail
     assert first["response"] == "the Ebbe"
     assert '\n\nQuestion: In which river\'s valley does the composer of "The Lamplighter" live?\n\n' in first["asked"]
     assert first["verdicts"] == {"gpt-4o": True}
 
 
-def test_a_long_document_is_cut_for_model_and_judge(birds: Path, tmp_path: Path, endpoint: FakeJudge) -> None:
+def test_a_long_document_is_cut_for_model_and_judge(measured: Measured, endpoint: FakeJudge) -> None:
     seen: list[str] = []
     loaded = rule_based_lm(lambda text: seen.append(text) or " No.", after="\n\nSummary:")
-    measured(tmp_path, loaded, data=birds, length=19, documents=1, judge_url=endpoint.url, max_tokens=3)
+    measured(loaded, length=19, documents=1, max_tokens=3)
     document = seen[0].partition("Document: ")[2].partition("\n\n")[0]
     assert len(document) == 19
     assert f"Document: {document}\n\n" in endpoint.bodies[0]["messages"][0]["content"]
 
 
-def test_chat_templates_keep_every_paragraph(birds: Path, tmp_path: Path, endpoint: FakeJudge) -> None:
+def test_chat_templates_keep_every_paragraph(measured: Measured) -> None:
     loaded = rule_based_lm(lambda text: "One.\n\nTwo.", after="They sing.<assistant>")
     loaded.tokenizer.chat_template = "<user>{{ messages[0].content }}<assistant>"
-    report = measured(tmp_path, loaded, data=birds, documents=2, chat=True, judge_url=endpoint.url, max_tokens=15)
+    report = measured(loaded, documents=2, chat=True, max_tokens=15)
     assert [outcome.detail["response"] for outcome in report.outcomes[0].values()] == 2 * ["One.\n\nTwo."]
 
 

@@ -32,7 +32,6 @@ def made_call(scores: torch.Tensor, mask: torch.Tensor | None = None) -> Attenti
         value=torch.eye(3).expand(*scores.shape, 3),
         mask=mask,
         scaling=1.0,
-        differential_lambda=None,
     )
 
 
