@@ -135,13 +135,8 @@ def command(kind: type[Settings]) -> Callable[..., None]:
             specs = [replace(model_spec(name, **loading), name=label) for name, label in labels]
         else:
             specs = probe.specs()
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=err) as bar:
+        name_column = TextColumn("{task.description}", markup=False)
+        with Progress(name_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=err) as bar:
             tasks: dict[str, Any] = {}
 
             def progress(name: str, done: int, total: int) -> None:

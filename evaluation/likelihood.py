@@ -80,26 +80,24 @@ def batches(lengths: Mapping[K, int], batch_tokens: int) -> Iterator[list[K]]:
 
 @torch.inference_mode()
 def continuation_log_probs(
-    loaded: LoadedModel, pairs: Sequence[tuple[str, str]], batch_tokens: int = 4096
-) -> Iterator[tuple[int, float]]:
-    """Log-likelihoods of continuations, given their contexts: sums over their tokens, with the pair's index.
+    loaded: LoadedModel, pairs: Mapping[K, tuple[str, str]], batch_tokens: int = 4096
+) -> Iterator[tuple[K, float]]:
+    """Log-likelihoods of continuations, given their contexts (pairs by any key): key, and sum over the tokens.
 
     Trailing space of a context counts as part of its continuation.
     """
-    rows, starts = [], []
-    for context, continuation in pairs:
-        stripped = context.rstrip()
-        before = loaded.prefix + loaded.encode(stripped)
-        whole = loaded.prefix + loaded.encode(stripped + context[len(stripped) :] + continuation)
-        rows.append(whole)
-        starts.append(max(1, min(len(before), len(whole) - 1)))  # a model says nothing about its first token
-    for indices in batches(dict(enumerate(map(len, rows))), batch_tokens):
-        ids = torch.tensor([rows[index] for index in indices], device=loaded.model.device)
-        first = min(starts[index] for index in indices)
+    rows: dict[K, list[int]] = {}
+    starts: dict[K, int] = {}
+    for key, (context, continuation) in pairs.items():
+        before = loaded.prefix + loaded.encode(context.rstrip())
+        rows[key] = loaded.prefix + loaded.encode(context + continuation)
+        starts[key] = max(1, min(len(before), len(rows[key]) - 1))  # a model says nothing about its first token
+    for keys in batches({key: len(row) for key, row in rows.items()}, batch_tokens):
+        ids = torch.tensor([rows[key] for key in keys], device=loaded.model.device)
+        first = min(starts[key] for key in keys)
         logits = loaded.model(ids, use_cache=False, logits_to_keep=ids.shape[1] - first + 1).logits[:, :-1]
-        scores = gather_log_probs(logits, ids[:, first:])
-        for row, index in enumerate(indices):
-            yield index, scores[row, starts[index] - first :].sum().item()
+        for key, scores in zip(keys, gather_log_probs(logits, ids[:, first:]), strict=True):
+            yield key, scores[starts[key] - first :].sum().item()
 
 
 @torch.inference_mode()

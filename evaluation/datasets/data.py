@@ -91,9 +91,10 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{file} must have rows with as many fields as its first, which names the columns.")
         return rows
     try:
-        lines = [text] if text.startswith("[") else [line for line in text.split("\n") if line.strip()]
-        values = [json.loads(line) for line in lines]
-        rows = values[0] if text.startswith("[") else values
+        if text.startswith("["):
+            rows = json.loads(text)
+        else:
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON, nor JSON on each line: {error}") from error
     if not rows or not all(isinstance(row, dict) for row in rows):

@@ -52,12 +52,14 @@ def quantised_attention(call: AttentionCall, bits: int) -> torch.Tensor:
 
 def log_likelihoods(loaded: LoadedModel, items: Sequence[Item], bits: int, batch_tokens: int) -> list[list[float]]:
     """Log-likelihoods of each item's answers, with attention logits of so many bits."""
-    pairs = [pair for item in items for pair in zip(item.contexts, item.continuations, strict=True)]
-    attention = watched(loaded.model, partial(quantised_attention, bits=bits)) if bits < 16 else nullcontext()
-    with attention:
-        scores_by_pair = dict(continuation_log_probs(loaded, pairs, batch_tokens))
-    scores = iter(scores_by_pair[index] for index in range(len(pairs)))
-    return [[next(scores) for _ in item.continuations] for item in items]
+    pairs = {
+        (item.id, at): pair
+        for item in items
+        for at, pair in enumerate(zip(item.contexts, item.continuations, strict=True))
+    }
+    with watched(loaded.model, partial(quantised_attention, bits=bits)) if bits < 16 else nullcontext():
+        scores = dict(continuation_log_probs(loaded, pairs, batch_tokens))
+    return [[scores[item.id, at] for at in range(len(item.continuations))] for item in items]
 
 
 class LogitBits(LogitBitsSettings, Probe[Item]):

@@ -181,8 +181,8 @@ class Scaling(ScalingSettings, Probe[Curve]):
 
     def samples(self, source: Source, loaded: None) -> Mapping[str, Curve]:
         """The curves of the data."""
-        found = curves(source.file("losses.csv", "losses.jsonl"))
-        return {f"curve {number}": curve for number, curve in enumerate(found)}
+        file = source.file("losses.csv", "losses.jsonl")
+        return {f"curve {number}": curve for number, curve in enumerate(curves(file))}
 
     def measure(self, loaded: None, samples: Mapping[str, Curve]) -> Iterator[Outcome]:
         """Fits."""

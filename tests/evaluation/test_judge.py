@@ -53,7 +53,7 @@ def test_reply_without_completion_is_refused(body: str) -> None:
         Judge(endpoint.url, "one").ask("?")
 
 
-def test_a_reply_without_content_is_empty() -> None:
+def test_reply_without_content_is_empty() -> None:
     with FakeJudge(lambda *_: (200, '{"choices": [{"message": {"content": null}}]}')) as endpoint:
         assert Judge(endpoint.url, "one").ask("?") == ""
 

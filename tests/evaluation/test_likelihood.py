@@ -26,14 +26,13 @@ def test_token_log_probs_are_those_of_one_forward(variant: str, chunk: int) -> N
 
 def test_batches_are_of_equal_lengths_and_bounded() -> None:
     lengths = [3, 5, 3, 3, 9, 5]
-    made = list(batches(dict(enumerate(lengths)), 6))
-    assert made == [[4], [1], [5], [0, 2], [3]]
+    assert list(batches(dict(enumerate(lengths)), 6)) == [[4], [1], [5], [0, 2], [3]]
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 1000])
 def test_continuations_are_scored_as_one_by_one(loaded: LoadedModel, batch_tokens: int) -> None:
     pairs = [("the sea ", "is"), ("the sea", " is"), ("a ", "boat"), ("a", " ship"), ("", "ab")]
-    found = dict(continuation_log_probs(loaded, pairs, batch_tokens))
+    found = dict(continuation_log_probs(loaded, dict(enumerate(pairs)), batch_tokens))
     for index, (context, continuation) in enumerate(pairs):
         ids = loaded.tensor(loaded.encode(context + continuation))
         start = max(1, len(loaded.encode(context.rstrip())))
@@ -44,7 +43,7 @@ def test_continuations_are_scored_as_one_by_one(loaded: LoadedModel, batch_token
 def test_deterministic_model_gives_its_answer_probability_one() -> None:
     loaded = rule_based_lm(lambda question: " 7" if "city" in question else " 8", after="is")
     pairs = [("The city is ", "7"), ("The dog is", " 8"), ("The dog is ", "7")]
-    assert dict(continuation_log_probs(loaded, pairs)) == {0: 0.0, 1: 0.0, 2: float("-inf")}
+    assert dict(continuation_log_probs(loaded, dict(enumerate(pairs)))) == {0: 0.0, 1: 0.0, 2: float("-inf")}
 
 
 def test_completions_are_what_generate_makes() -> None:
@@ -89,7 +88,7 @@ def test_repetition_penalties_of_checkpoint_are_ignored() -> None:
     assert dict(completions(loaded, {0: loaded.encode("abc: ")}, 4)) == {0: "aaaa"}
 
 
-def test_a_recurrent_model_is_refused() -> None:
+def test_recurrent_model_is_refused() -> None:
     config = MambaConfig(vocab_size=97, hidden_size=16, state_size=4, num_hidden_layers=1)
     with pytest.raises(ValueError, match="`mamba` keeps a recurrent state"):
         token_log_probs(MambaForCausalLM(config).eval(), tokens(1, 30))

@@ -114,7 +114,7 @@ class TestModelSpec:
         with pytest.raises(FileNotFoundError, match=f"{name} is not a folder with a config.json"):
             model_spec(name)
 
-    def test_a_repository_is_named_by_its_commit(
+    def test_repository_is_named_by_its_commit(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "snapshots").mkdir()
@@ -140,7 +140,7 @@ def test_prefix_is_what_the_tokenizer_puts_before_texts(template: str, prefix: l
     assert LoadedModel(name="a", model=tiny_loaded_model("v1").model, tokenizer=tokenizer).prefix == prefix
 
 
-def test_a_tokenizer_without_a_token_for_the_probed_text_is_refused() -> None:
+def test_tokenizer_without_a_token_for_the_probed_text_is_refused() -> None:
     loaded = tiny_loaded_model("v1")
     backend = Tokenizer(BPE({"<s>": 0, "b": 1}, []))  # leaves out what it does not know
     backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])

@@ -71,7 +71,7 @@ class TestAverage:
         for model in row["models"]:
             assert model["x"]["high"] - model["x"]["low"] > 0.3
 
-    def test_a_sample_counts_where_every_model_has_it(self) -> None:
+    def test_sample_counts_where_every_model_has_it(self) -> None:
         one, other = outcomes(1, 2, 3, 100), outcomes(5, 6, 7, 8)
         del one["s0"], other["s3"]
         row = only(average([one, other], seed=0, intervals=False))
@@ -168,7 +168,7 @@ class TestRun:
         assert [model["x"]["mean"] for model in row["models"]] == [61 / 6, 73 / 6]  # 0, 1, 4, 9, 16, 25 and 1 or 3
         assert row["difference"]["x"] == pytest.approx({"mean": 2, "low": 2, "high": 2})
 
-    def test_a_loaded_model_is_described(self, tmp_path: Path) -> None:
+    def test_loaded_model_is_described(self, tmp_path: Path) -> None:
         (facts,) = run(Squares(), [spec(tiny_loaded_model("v2"))], output=tmp_path).record["models"]
         del facts["sha256"]
         parameters = tiny_loaded_model("v2").model.num_parameters()
@@ -227,7 +227,7 @@ class TestRun:
                 with pytest.raises(ValueError, match=rf"differs in computed_by\.{field}\."):
                     run(Squares(), [spec()], output=tmp_path)
 
-    def test_a_run_goes_on_at_another_commit_and_by_another_name(
+    def test_run_goes_on_at_another_commit_and_by_another_name(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def named(name: str) -> ModelSpec:
@@ -252,7 +252,7 @@ class TestRun:
         assert runs.computed_by()["code"] != before["code"]
         assert {**runs.computed_by(), "code": ""} == {**before, "code": ""}
 
-    def test_a_second_run_into_one_folder_is_refused(self, tmp_path: Path) -> None:
+    def test_second_run_into_one_folder_is_refused(self, tmp_path: Path) -> None:
         def load() -> int:
             with pytest.raises(ValueError, match=r"Another run is writing into .*: wait .* folder with --output"):
                 run(Squares(), [spec()], output=tmp_path / "out")
@@ -349,7 +349,7 @@ class TestRun:
         assert json.loads((tmp_path / "results.json").read_text())["rows"]
         assert not (tmp_path / "figure.png").exists()
 
-    def test_the_first_model_is_gone_when_the_second_is_loaded(self, tmp_path: Path) -> None:
+    def test_first_model_is_gone_when_the_second_is_loaded(self, tmp_path: Path) -> None:
         alive: list[weakref.ref[Any]] = []
 
         def load() -> LoadedModel:
@@ -423,8 +423,8 @@ def test_averages_over_a_field_are_per_unit() -> None:
         for number, condition in enumerate(conditions)
         for text in "ab"
     }
-    found = averages_over("depth", outcomes, lambda name, outcome: name.split()[1])
-    assert [(one.measurements[0].condition, one.measurements[0].values) for one in found.values()] == [
+    averages = averages_over("depth", outcomes, lambda name, outcome: name.split()[1])
+    assert [(one.measurements[0].condition, one.measurements[0].values) for one in averages.values()] == [
         ({"length": 1}, {"x": 0.5}),
         ({"length": 1}, {"x": 10.5}),
         ({"length": 2}, {"x": 2.5}),

@@ -177,7 +177,7 @@ def loaded_models() -> list[LoadedModel]:
 
 
 @pytest.mark.parametrize("loaded", loaded_models(), ids=lambda loaded: loaded.name)
-def test_a_shared_context_changes_no_answer(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_context_changes_no_answer(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(classification, "CHUNK", 16)
     monkeypatch.setattr(classification, "BATCH_TOKENS", 200)
     labels = [first + second for first in "abcdefghijklmnopqrstuvwxyz" for second in ("", "a", "e")]

@@ -12,7 +12,7 @@ from diffllama.evaluation.models import digest
 
 
 class TestFind:
-    def test_the_built_in_sample_is_found_by_its_name(self) -> None:
+    def test_built_in_sample_is_found_by_its_name(self) -> None:
         source = find("novels", None)
         assert source == Source(SAMPLES / "novels", built_in=True)
         assert source.facts() == {"path": "built-in novels", "sha256": digest(SAMPLES / "novels")}
@@ -34,7 +34,7 @@ class TestFind:
         with pytest.raises(FileNotFoundError, match=r"nowhere does not exist\. Name a file or folder with novels with"):
             find("novels", tmp_path / "nowhere")
 
-    def test_the_first_file_that_is_there_is_taken(self, tmp_path: Path) -> None:
+    def test_first_file_that_is_there_is_taken(self, tmp_path: Path) -> None:
         source = Source(tmp_path, built_in=False)
         (tmp_path / "b").touch()
         assert source.file("a", "b") == tmp_path / "b"

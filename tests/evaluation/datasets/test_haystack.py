@@ -52,7 +52,7 @@ def test_prompt_has_length_needles_and_depth_asked_for(
         assert (first - start) / (rest - (last - first)) == pytest.approx(depth, abs=35 / (rest - (last - first)))
 
 
-def test_the_same_text_numbers_and_cities_at_every_depth() -> None:
+def test_same_text_numbers_and_cities_at_every_depth() -> None:
     prompts = [HAYSTACK.prompt(length=900, depth=depth, needles=1, queries=1, seed="a") for depth in (0, 0.5, 1)]
     assert len({tuple(prompt.numbers) for prompt in prompts}) == 1
     assert len({prompt.text for prompt in prompts}) == 3
@@ -94,7 +94,7 @@ def test_too_short_and_empty_are_refused() -> None:
         haystack("no end of it")
 
 
-def test_a_text_that_is_too_short_is_repeated() -> None:
+def test_text_that_is_too_short_is_repeated() -> None:
     prompt = haystack("One. Two. Three.").prompt(length=600, depth=0.5, needles=1, queries=1, seed="a")
     assert prompt.text.count("One. Two. Three.") > 5
 

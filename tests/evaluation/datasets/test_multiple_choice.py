@@ -24,7 +24,7 @@ def made(folder: Path, task: str, row: dict[str, Any]) -> Source:
 
 @pytest.mark.parametrize("task", ["arc_challenge", "arc_easy", "boolq", "piqa"])
 @pytest.mark.parametrize("end", ["", "\n"])
-def test_a_question_is_answered(task: str, end: str, tmp_path: Path) -> None:
+def test_question_is_answered(task: str, end: str, tmp_path: Path) -> None:
     source = made(tmp_path, task, SEA | {"query": SEA["query"] + end})
     context = "Question: Is the sea wet?\nAnswer:"
     assert read(task, source) == [Item(f"{task}:0", [context, context], [" no", " yes"], 1)]
@@ -65,7 +65,7 @@ def test_other_line_separators_belong_to_a_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_built_in_sample_is_enough_for_five_shots(task: str) -> None:
+def test_built_in_sample_is_enough_for_five_shots(task: str) -> None:
     items = read(task, find(dataset_name(task), None))
     assert len({item.id for item in items}) == len(items) >= 6
     assert len({item.gold for item in items}) > 1

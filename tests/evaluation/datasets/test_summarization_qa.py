@@ -20,7 +20,7 @@ from diffllama.evaluation.datasets.summarization_qa import Document, read
         ("2wikimqa", 2, "Passage 1:\nGrey Water\n", "Where was the director", "Port Sable"),
     ],
 )
-def test_the_built_in_documents(task: str, count: int, text: str, question: str, reference: str) -> None:
+def test_built_in_documents(task: str, count: int, text: str, question: str, reference: str) -> None:
     documents = read(task, find(task, None))
     assert len(documents) == count
     first = next(iter(documents.values()))
@@ -68,7 +68,7 @@ def test_malformed_files_are_refused(name: str, content: str, message: str, tmp_
         read("qasper", Source(tmp_path, False))
 
 
-def test_a_text_without_prompts_is_refused(tmp_path: Path) -> None:
+def test_text_without_prompts_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("Q: One or two?\n")
     with pytest.raises(ValueError, match=r"prompts\.txt has no document with a question"):

@@ -29,7 +29,7 @@ from diffllama.evaluation.datasets.word_problems import (
         ("mawps", 5, "fold0.dev.csv:2", ("A shelf holds 15 cups and each cup costs 2.5 dollars .", "37.5")),
     ],
 )
-def test_the_files_of_each_task(task: str, count: int, name: str, problem: tuple[str, str]) -> None:
+def test_files_of_each_task(task: str, count: int, name: str, problem: tuple[str, str]) -> None:
     problems = read(task, find(FOLDERS.get(task, task), None))
     assert len(problems) == count
     assert problems[name].question.startswith(problem[0])
@@ -99,7 +99,7 @@ def test_malformed_files_are_refused(task: str, name: str, content: str, message
         ("no number", Final("", 9, False)),
     ],
 )
-def test_the_answer_of_a_completion(completion: str, final: Final) -> None:
+def test_answer_of_a_completion(completion: str, final: Final) -> None:
     assert final_answer(completion) == final
 
 

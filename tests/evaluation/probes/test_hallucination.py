@@ -150,7 +150,7 @@ def test_questions_are_answered_in_one_line(measured: Measured) -> None:
     assert first["verdicts"] == {"gpt-4o": True}
 
 
-def test_a_long_document_is_cut_for_model_and_judge(measured: Measured, endpoint: FakeJudge) -> None:
+def test_long_document_is_cut_for_model_and_judge(measured: Measured, endpoint: FakeJudge) -> None:
     seen: list[str] = []
     loaded = rule_based_lm(lambda text: seen.append(text) or " No.", after="\n\nSummary:")
     measured(loaded, length=19, documents=1, max_tokens=3)

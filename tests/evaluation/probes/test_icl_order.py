@@ -99,7 +99,7 @@ def test_margins_of_models_with_and_without_order_effect(tmp_path: Path) -> None
         assert row["models"][1]["accuracy"]["high"] == 1
 
 
-def test_the_margin_by_chance_is_what_shuffled_answers_have() -> None:
+def test_margin_by_chance_is_what_shuffled_answers_have() -> None:
     # of two orders, two questions are right in one each: both in the same, or one in either
     assert by_chance(np.array([[1.0, 0.0], [0.0, 1.0]]), seed=0) == pytest.approx(0.5, abs=0.05)
     assert by_chance(np.array([[1.0, 1.0], [0.0, 0.0]]), seed=0) == pytest.approx(0.5, abs=0.05)

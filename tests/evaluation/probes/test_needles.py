@@ -24,19 +24,19 @@ def remembers(text: str, near: int) -> str:
     return " " + " and ".join(known.get(city, "nothing") for city in cities) + "."
 
 
-def test_a_model_that_finds_every_needle(tmp_path: Path) -> None:
+def test_model_that_finds_every_needle(tmp_path: Path) -> None:
     report = measured(rule_based_lm(lambda text: remembers(text, 10_000), after="re"), tmp_path, needles=["2_of_2"])
     assert [row["models"][0]["accuracy"]["mean"] for row in report.rows] == [1.0] * len(report.rows)
 
 
-def test_a_model_that_remembers_the_end(tmp_path: Path) -> None:
+def test_model_that_remembers_the_end(tmp_path: Path) -> None:
     loaded = rule_based_lm(lambda text: remembers(text, 250), after=" is")
     report = measured(loaded, tmp_path, needles=["1_of_1"], samples_per_condition=6)
-    found = {
+    accuracies = {
         (row["condition"]["length"], row["condition"]["depth"]): row["models"][0]["accuracy"] for row in report.rows
     }
     expected = {0.0: 0.0, 1.0: 1.0, "all": 0.5}  # the same for every text
-    assert found == {
+    assert accuracies == {
         (length, depth): {"mean": accuracy, "low": accuracy, "high": accuracy}
         for length in (600, 900)
         for depth, accuracy in expected.items()

@@ -34,7 +34,7 @@ def test_order_statistics_of_a_thousand_numbers() -> None:
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e4, 1e30])
 @pytest.mark.parametrize("count", [1, 2, 999, 1000])
-def test_the_median_is_right_to_its_resolution(count: int, scale: float) -> None:
+def test_median_is_right_to_its_resolution(count: int, scale: float) -> None:
     values = torch.randn(count, generator=torch.Generator().manual_seed(count)) * scale
     found = Magnitudes()
     found.add(values)

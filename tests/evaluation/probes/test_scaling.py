@@ -51,7 +51,7 @@ def test_diff_with_a_quarter_of_the_parameters_has_share_one_quarter(tmp_path: P
         assert numbers == pytest.approx({"loss": loss, "transformer": 4 * size, "share": 0.25}, rel=1e-5)
 
 
-def test_the_range_is_of_the_fits_without_a_point(tmp_path: Path) -> None:
+def test_range_is_of_the_fits_without_a_point(tmp_path: Path) -> None:
     rows = ("transformer,4,,4", "transformer,16,,2", "transformer,64,,1", "diff,4,,2", "diff,16,,1", "diff,64,,1")
     report = measured(tmp_path, *rows)
     assert [row["models"][0]["c"]["mean"] for row in report.rows[:2]] == [0, 0]
@@ -72,7 +72,7 @@ def test_loss_below_the_transformers_limit_has_share_zero(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
-def test_the_same_tokens_or_the_same_parameters_make_a_curve(kind: str, tmp_path: Path) -> None:
+def test_same_tokens_or_the_same_parameters_make_a_curve(kind: str, tmp_path: Path) -> None:
     rows = [*(row.replace(",,", ",9,") for row in TRANSFORMER + DIFF), "transformer,64,10,1.9"]
     for row in TRANSFORMER + DIFF:
         name, size, _, loss = row.split(",")

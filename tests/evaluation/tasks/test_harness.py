@@ -82,12 +82,12 @@ def scores(folder: str, groups: list[list[tuple[str, str]]], **arguments: Any) -
     from lm_eval.models.huggingface import HFLM
 
     model = HFLM(folder, batch_size=8, device="cpu", **arguments)
-    found = [
+    likelihoods = [
         model.loglikelihood([Instance("loglikelihood", {}, tuple(pair), at) for at, pair in enumerate(pairs)])
         for pairs in groups
     ]
     kind = type(model.model)
-    return kind.__module__, kind.__name__, [[score for score, _ in group] for group in found]
+    return kind.__module__, kind.__name__, [[score for score, _ in group] for group in likelihoods]
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_examples_are_other_items_answered(task: str, original: dict[int, dict[s
                 assert set(examples) <= set(solved) - {own}
 
 
-def test_the_group_is_the_mean_of_seven_accuracies(original: dict[int, dict[str, Any]]) -> None:
+def test_group_is_the_mean_of_seven_accuracies(original: dict[int, dict[str, Any]]) -> None:
     for shots in (0, 2):
         known = []
         for task in NAMES:
@@ -182,7 +182,7 @@ def test_needles_are_those_of_the_probe_and_counted_alike(models: Path) -> None:
     assert prompts == [sample.prompt.text for sample in samples.values()]
 
 
-def test_the_group_of_needles_has_every_pair_of_the_probe(models: Path) -> None:
+def test_group_of_needles_has_every_pair_of_the_probe(models: Path) -> None:
     settings = {"pretrained": str(models / "llama"), "length": 700, "depth": 0.5, "samples_per_condition": 1}
     tasks = manager(**settings).load(["diffllama_needles"])["tasks"].values()
     assert [task.task_docs[0]["needles"] for task in tasks] == Needles().needles
@@ -310,7 +310,7 @@ def test_tasks_of_the_user_are_found_beside_ours(
         (["run", "--config", "nonesuch.yaml"], 1, "Error: FileNotFoundError: Config file not found: "),
     ],
 )
-def test_the_command_line_is_that_of_lm_eval(
+def test_command_line_is_that_of_lm_eval(
     arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call("eval", *arguments) == status
