@@ -7,13 +7,14 @@ combination of both maps; of the Transformer the call.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from benchmarks.correctness import CHECKED_LENGTH, SAMPLES, Tensors, compare
+from benchmarks.correctness import CHECKED_LENGTH, SAMPLES, Tensors, compare_with_plain
 from benchmarks.implementations import Architecture, Setting, configuration, llama
 from benchmarks.measure import Step
 from diffllama.modeling_diff.differential_attention import combine_maps, join_keys, pad_queries
@@ -42,10 +43,10 @@ class Attention:
         self.differential, self.joins = architecture != "llama", architecture == "v1"
         self.decoding, self.head_dim, self.width = decoding, config.head_dim, config.head_dim // (1 + self.joins)
         b, n, keys = setting.batch, setting.length, config.num_key_value_heads
-        made = torch.Generator(setting.device).manual_seed(0)
+        generator = torch.Generator(setting.device).manual_seed(0)
 
         def random(*shape: int) -> torch.Tensor:
-            values = torch.randn(*shape, generator=made, device=setting.device)
+            values = torch.randn(*shape, generator=generator, device=setting.device)
             return values.to(setting.torch_dtype).requires_grad_(not decoding)
 
         rows = 1 if decoding else n
@@ -55,13 +56,13 @@ class Attention:
         self.inputs = {"query": self.query, "key": self.key, "value": self.value}
         if self.differential:
             like = (1,) if self.joins else (b, rows, config.num_attention_heads // 2, 1)
-            self.differential_lambda = torch.rand(like, generator=made, device=setting.device)
+            self.differential_lambda = torch.rand(like, generator=generator, device=setting.device)
             self.inputs["differential_lambda"] = self.differential_lambda.requires_grad_(not decoding)
         if decoding:
             self.cached = (join_keys(self.key) if self.joins else self.key).transpose(1, 2).contiguous()
             self.value = self.value.transpose(1, 2).contiguous().transpose(1, 2)
         heads = config.num_attention_heads // (1 + self.differential)
-        self.gradient = torch.randn(b, rows, heads, self.head_dim, generator=made, device=setting.device)
+        self.gradient = torch.randn(b, rows, heads, self.head_dim, generator=generator, device=setting.device)
         self.gradient = self.gradient.to(setting.torch_dtype)
 
     def use(self, implementation: str) -> None:
@@ -131,67 +132,59 @@ def check_outputs(attention: Attention) -> None:
     """Raises `CorrectnessError` unless outputs are plain PyTorch's, at some queries of the whole length."""
     count, setting = attention.query.shape[1], attention.setting
     rows = torch.linspace(0, count - 1, min(count, CHECKED_QUERIES), device=setting.device).long()
-
-    def plain(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        return {"attention": attention.plain(in_dtype(attention, dtype), rows)}
-
-    inevitable = plain(setting.torch_dtype) if setting.dtype != "float32" else None
-    compare("output", {"attention": attention()[:, rows]}, plain(torch.float32), inevitable)
+    compare_with_plain(
+        "output",
+        {"attention": attention()[:, rows]},
+        lambda dtype: {"attention": attention.plain(in_dtype(attention, dtype), rows)},
+        setting.torch_dtype,
+    )
 
 
 def check_gradients(attention: Attention) -> None:
     """Raises `CorrectnessError` unless gradients of all inputs are plain PyTorch's."""
     setting = attention.setting
-
-    low_precision = setting.dtype != "float32"
-    made = torch.Generator(setting.device).manual_seed(1)
-    of_outputs = [
-        torch.randn(attention.gradient.shape, generator=made, device=setting.device).to(setting.torch_dtype)
-        for _ in range(SAMPLES if low_precision else 1)
+    generator = torch.Generator(setting.device).manual_seed(1)
+    directions = [
+        torch.randn(attention.gradient.shape, generator=generator, device=setting.device).to(setting.torch_dtype)
+        for _ in range(1 if setting.dtype == "float32" else SAMPLES)
     ]
     rows = torch.arange(attention.query.shape[1], device=setting.device)
 
     def gradients(inputs: Tensors, outputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        for i, gradient in enumerate(of_outputs):
-            those = torch.autograd.grad(
-                outputs, list(inputs.values()), gradient.to(outputs.dtype), retain_graph=True, allow_unused=True
+        by_name: dict[str, torch.Tensor] = {}
+        for i, direction in enumerate(directions):
+            every = torch.autograd.grad(
+                outputs, list(inputs.values()), direction.to(outputs.dtype), retain_graph=True, allow_unused=True
             )
-            found |= {f"{name} {i}": one for name, one in zip(inputs, those, strict=True) if one is not None}
-        return found
+            by_name |= {f"{name} {i}": grad for name, grad in zip(inputs, every, strict=True) if grad is not None}
+        return by_name
 
     def plain(dtype: torch.dtype) -> dict[str, torch.Tensor]:
         inputs = in_dtype(attention, dtype)
         return gradients(inputs, attention.plain(inputs, rows))
 
-    values = gradients(attention.inputs, attention())
-    inevitable = plain(setting.torch_dtype) if low_precision else None
-    compare("gradient", values, plain(torch.float32), inevitable)
+    compare_with_plain("gradient", gradients(attention.inputs, attention()), plain, setting.torch_dtype)
 
 
 def forward(attention: Attention, implementation: str) -> Step:
     """A forward: of a whole sequence, or of one query after a cache."""
-
-    def check() -> None:
-        attention.use(implementation)
-        check_outputs(attention)
+    batch, queries = attention.query.shape[:2]
 
     @torch.no_grad()
     def run() -> torch.Tensor:
         return attention()
 
-    return Step(run, check, before=lambda: attention.use(implementation))
+    return Step(run, partial(check_outputs, attention), batch * queries, partial(attention.use, implementation))
 
 
 def train(attention: Attention, implementation: str) -> Step:
     """A forward and a backward, of all inputs."""
+    setting = attention.setting
 
     def check() -> None:
-        setting = attention.setting
-        short = replace(setting, length=min(setting.length, CHECKED_LENGTH))
-        checked = Attention(attention.architecture, short)
-        checked.use(implementation)
-        check_outputs(checked)
-        check_gradients(checked)
+        short = Attention(attention.architecture, replace(setting, length=min(setting.length, CHECKED_LENGTH)))
+        short.use(implementation)
+        check_outputs(short)
+        check_gradients(short)
 
-    return Step(attention.backward, check, before=lambda: attention.use(implementation))
+    return Step(attention.backward, check, setting.batch * setting.length, partial(attention.use, implementation))

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks import attention, models
-from benchmarks.implementations import ARCHITECTURES, Architecture, Implementation, Setting
+from benchmarks.implementations import ARCHITECTURES, Architecture, Setting
 from benchmarks.measure import Step
 
 
@@ -25,68 +25,48 @@ class Case:
         about: one line.
         build: architecture and setting -> what its attention functions share: inputs, or a model.
         step: that and an attention function's name -> what is timed.
-        tokens: setting -> tokens of one step.
         cpu: sizes on the CPU if nothing else is said.
         cuda: sizes on a GPU.
         architectures: to which it applies.
-        floor: which step's cost by arithmetic is told: see `cost.units`.
     """
 
     name: str
     about: str
     build: Callable[[Architecture, Setting], Any]
     step: Callable[[Any, str], Step]
-    tokens: Callable[[Setting], int]
     cpu: Sizes
     cuda: Sizes
     architectures: tuple[Architecture, ...] = ARCHITECTURES
-    floor: str | None = None
-
-    def applies(self, implementation: Implementation) -> bool:
-        """Whether an implementation can do it."""
-        return implementation.architecture in self.architectures
 
 
-def processed(setting: Setting) -> int:
-    """Tokens of prompts or texts."""
-    return setting.batch * setting.length
-
-
-def generated(setting: Setting) -> int:
-    """New tokens."""
-    return setting.batch * setting.new_tokens
-
-
-ALONE: dict[str, Any] = {"architectures": ("llama", "v1", "v2")}
-TRAINED: dict[str, Any] = {"step": models.train, "tokens": processed, "cpu": (2, [512]), "cuda": (1, [4096])}
-GENERATED: dict[str, Any] = {"build": models.plain_model, "tokens": generated}
+SINGLE_CALL: tuple[Architecture, ...] = ("llama", "v1", "v2")
+"""Without transformers' `diffllama`, whose attention is not one call."""
 
 CASES = {
     case.name: case
     for case in (
-        Case("attention/prefill", "forward of attention alone", attention.Attention, attention.forward,
-             processed, (1, [2048]), (1, [4096]), **ALONE, floor="prefill"),
-        Case("attention/train", "forward and backward of attention alone", attention.Attention, attention.train,
-             processed, (1, [2048]), (1, [4096]), **ALONE, floor="train"),
-        Case("attention/decode", "attention of one query, after a cache", partial(attention.Attention, decoding=True),
-             attention.forward, lambda setting: setting.batch, (1, [2048]), (1, [32768]), **ALONE, floor="decode"),
-        Case("model/prefill", "a prompt at once", models.plain_model, models.prefill,
-             processed, (1, [2048]), (1, [4096])),
-        Case("model/decode", "one token after a dynamic cache", models.model_with_cache, models.decode,
-             lambda setting: setting.batch, (1, [2048, 8192]), (1, [32768])),
-        Case("model/train", "forward, backward and AdamW", models.trained_model, **TRAINED),
+        Case("attention/prefill", "forward of attention alone",
+             attention.Attention, attention.forward, (1, [2048]), (1, [4096]), SINGLE_CALL),
+        Case("attention/train", "forward and backward of attention alone",
+             attention.Attention, attention.train, (1, [2048]), (1, [4096]), SINGLE_CALL),
+        Case("attention/decode", "attention of one query, after a cache",
+             partial(attention.Attention, decoding=True), attention.forward, (1, [2048]), (1, [32768]), SINGLE_CALL),
+        Case("model/prefill", "a prompt at once",
+             models.plain_model, models.prefill, (1, [2048]), (1, [4096])),
+        Case("model/decode", "one token after a dynamic cache",
+             models.model_with_cache, models.decode, (1, [2048, 8192]), (1, [32768])),
+        Case("model/train", "forward, backward and AdamW",
+             models.trained_model, models.train, (2, [512]), (1, [4096])),
         Case("model/train-checkpointing", "the same with gradient checkpointing",
-             partial(models.trained_model, checkpointing=True), **TRAINED),
+             partial(models.trained_model, checkpointing=True), models.train, (2, [512]), (1, [4096])),
         Case("model/train-autocast", "the same as model/train under autocast to bfloat16",
-             partial(models.trained_model, autocast=True), **TRAINED),
+             partial(models.trained_model, autocast=True), models.train, (2, [512]), (1, [4096])),
         Case("generate/dynamic", "`generate` with a dynamic cache",
-             step=models.generate, **GENERATED, cpu=(1, [512]), cuda=(8, [2048])),
+             models.plain_model, models.generate, (1, [512]), (8, [2048])),
         Case("generate/static", "`generate` with a static cache",
-             step=partial(models.generate, cache_implementation="static"), **GENERATED,
-             cpu=(1, [512]), cuda=(8, [2048])),
+             models.plain_model, partial(models.generate, cache_implementation="static"), (1, [512]), (8, [2048])),
         Case("generate/continuous", "continuous batching: `generate_batch`",
-             step=models.continuous, **GENERATED, cpu=(4, [512]), cuda=(32, [2048]),
-             architectures=("llama", "v1", "v2")),
+             models.plain_model, models.continuous, (4, [512]), (32, [2048]), SINGLE_CALL),
     )
 }  # fmt: skip
 """By name."""

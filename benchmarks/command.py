@@ -19,7 +19,7 @@ from benchmarks.cases import CASES, DEFAULT, Sizes, choose
 from benchmarks.implementations import ARCHITECTURES, OURS, SHAPE_NAMES, Setting, implementations
 from benchmarks.machine import busy_cores as keep_busy
 from benchmarks.machine import machine
-from benchmarks.results import entry, measure, shown
+from benchmarks.results import measure, shown
 from diffllama.checkpoints.files import replace_file
 
 
@@ -105,8 +105,8 @@ def run(
         Console(stderr=True).print(f"{case.name} ({setting})", style="dim", markup=False)
         with keep_busy(busy_cores):
             result = measure(case, setting, rivals, rounds)
-        console.print(shown(result))
-        results.append(entry(result))
+        console.print(shown(case, setting, result))
+        results.append(result)
         if output:
             report = {"machine": where, "rounds": rounds, "results": results}
             replace_file(output, json.dumps(report, indent=2) + "\n")

@@ -15,28 +15,31 @@ the page cache. Times begin after the imports and include fsync of the result. A
 results are checked.
 """
 
-import argparse
 import json
 import os
-import platform
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Annotated, Any
 
 import safetensors
 import torch
 import transformers
+import typer
 from huggingface_hub import split_torch_state_dict_into_shards
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import safe_open, save_file
+from safetensors.torch import save_file
 
+from benchmarks.machine import machine
+from benchmarks.measure import in_turn, resident
 from diffllama import DiffLlamaConfig
 from diffllama.checkpoints.models import expected_tensors
 from diffllama.checkpoints.reading import open_checkpoint
@@ -92,11 +95,6 @@ CASES: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
-def peak_mb() -> float:
-    """The most memory, mapped files included, of this process. (Linux' `ru_maxrss` begins with its parent's.)"""
-    return int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024 / 1e6
-
-
 def for_files(folder: Path, call: Callable[[int], object]) -> None:
     """Calls a function with a descriptor of each file in a folder."""
     for path in filter(Path.is_file, folder.rglob("*")):
@@ -105,98 +103,79 @@ def for_files(folder: Path, call: Callable[[int], object]) -> None:
 
 
 def measure(case: str, src: Path, dest: Path) -> dict[str, float]:
-    """Runs and measures a case in this process."""
+    """Runs and measures a case in this process. Mapped files are part of its memory."""
     os.sync()  # pages that are not on the disk would stay in the cache
     for_files(src, lambda file: os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED))
-    imports, start = peak_mb(), time.perf_counter()
+    imports, start = resident("VmHWM") / 1e6, time.perf_counter()
     CASES[case](src, dest)
     returned = time.perf_counter()
     for_files(dest, os.fsync)
     times = {"seconds": time.perf_counter() - start, "seconds_before_fsync": returned - start}
-    return times | {"peak_mb": peak_mb(), "imports_mb": imports}
+    return times | {"peak_mb": resident("VmHWM") / 1e6, "imports_mb": imports}
 
 
 def measure_afresh(case: str, src: Path, dest: Path) -> dict[str, float]:
     """Runs and measures a case in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.conversion", "--child", case, src, dest]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def read(folder: Path, name: str) -> torch.Tensor:
-    """A tensor's values."""
-    index = folder / "model.safetensors.index.json"
-    file = json.loads(index.read_text())["weight_map"][name] if index.exists() else "model.safetensors"
-    with safe_open(folder / file, "pt") as opened:
-        return opened.get_tensor(name)
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(measure, case, src, dest).result()
 
 
 def check(case: str, src: Path, dest: Path) -> None:
     """Raises unless some tensors of a case's result, in the first and the last layer, have the values they must."""
     config = transformers.LlamaConfig.from_pretrained(src)
+    source, result = open_checkpoint(src), open_checkpoint(dest)
     for i in (0, config.num_hidden_layers - 1):
         for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj"):
-            expected, got = (read(folder, f"model.layers.{i}.{name}.weight") for folder in (src, dest))
+            expected, got = (each.read(f"model.layers.{i}.{name}.weight") for each in (source, result))
             if case == "convert" and "q_proj" in name:
-                heads = expected.split(config.head_dim)
-                expected = torch.cat([head for head in heads for _ in range(2)])
+                expected = expected.unflatten(0, (-1, config.head_dim)).repeat_interleave(2, 0).flatten(0, 1)
             elif case == "convert" and "o_proj" in name:
                 expected = expected + expected
             torch.testing.assert_close(got, expected, rtol=0, atol=0, msg=f"{case}: {name} of layer {i} is wrong.")
 
 
-def run(folder: Path, gigabytes: float, rounds: int, console: Console) -> dict[str, dict]:
+def run(folder: Path, gigabytes: float, rounds: int, console: Console) -> dict[str, dict[str, Any]]:
     """Checks and measures all cases in an empty folder. See the module's docstring."""
-    machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "rounds": rounds}
-    machine |= {"load before": os.getloadavg(), "python": platform.python_version(), "torch": torch.__version__}
-    machine |= {"transformers": transformers.__version__, "safetensors": safetensors.__version__}
+    where = machine("cpu") | {"rounds": rounds, "safetensors": safetensors.__version__}
     generate(llama(3e6), folder / "tiny")
     convert(folder / "tiny", folder / "converted", source="llama", verify=True)  # raises if a logit differs
     src, dest = folder / "source", folder / "result"
     sizes = generate(llama(gigabytes * 1e9), src)
-    machine |= {"source MB": sum(sizes) / 1e6, "largest tensor MB": max(sizes) / 1e6}
+    where |= {"source MB": sum(sizes) / 1e6, "largest tensor MB": max(sizes) / 1e6}
+    for case in CASES:
+        console.print(f"checking {case}")
+        measure(case, src, dest)
+        check(case, src, dest)
+        shutil.rmtree(dest)
     runs: dict[str, list[dict[str, float]]] = {case: [] for case in CASES}
-    for number in range(rounds + 1):
-        first = number % len(CASES)  # so that each case comes first, second, third
-        for case in [*CASES][first:] + [*CASES][:first]:
-            console.print(f"round {number} of {rounds}: {case}")
-            if number:
-                runs[case].append(measure_afresh(case, src, dest))
-            else:
-                measure(case, src, dest)
-                check(case, src, dest)
-            shutil.rmtree(dest)
-    machine["load after"] = os.getloadavg()
-    results: dict[str, dict] = {}
+    for number, case in in_turn(CASES, rounds):
+        console.print(f"round {number + 1} of {rounds}: {case}")
+        runs[case].append(measure_afresh(case, src, dest))
+        shutil.rmtree(dest)
+    where["load after"] = os.getloadavg()
+    results: dict[str, dict[str, Any]] = {}
     for case, measured in runs.items():
         results[case] = {key: statistics.median(row[key] for row in measured) for key in measured[0]}
         results[case]["peak_mb"] = max(row["peak_mb"] for row in measured)
         results[case]["mb_per_second"] = sum(sizes) / 1e6 / results[case]["seconds"]
         results[case]["speed_ratio"] = results["copy"]["seconds"] / results[case]["seconds"]
         results[case]["runs"] = measured
-    return {"machine": machine, "results": results}
+    return {"machine": where, "results": results}
 
 
-def main() -> None:
-    """Runs the cases and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=8, help="size of the source")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each case is measured in turn")
-    parser.add_argument("--folder", type=Path, help="an existing folder on the disk to use")
-    parser.add_argument("--json", type=Path, help="write the results here too")
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        print(json.dumps(measure(arguments.child[0], *map(Path, arguments.child[1:]))))
-        return
-    if arguments.gigabytes <= 0 or arguments.rounds < 1:
-        parser.error(f"there must be some gigabytes and rounds, got {arguments.gigabytes} and {arguments.rounds}")
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        free, needed = shutil.disk_usage(folder).free / 1e9, 3 * arguments.gigabytes
+def main(
+    gigabytes: Annotated[float, typer.Option(min=1e-3, help="Size of the source.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each case is measured in turn.")] = 3,
+    folder: Annotated[Path | None, typer.Option(help="An existing folder on the disk to use.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here too.")] = None,
+) -> None:
+    """Time converting beside copying, each case in a process of its own, in turn."""
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        free, needed = shutil.disk_usage(work).free / 1e9, 3 * gigabytes
         if free < needed:
-            parser.error(f"{folder} has {free:.1f} GB left, {needed:.1f} are needed: try --folder or --gigabytes")
+            sys.exit(f"{work} has {free:.1f} GB left, {needed:.1f} are needed: try --folder or --gigabytes")
         console = Console(width=120)
-        report = run(Path(folder), arguments.gigabytes, arguments.rounds, console)
+        report = run(Path(work), gigabytes, rounds, console)
     table = Table("case", "seconds (spread)", "before fsync", "MB/s", "of the copy", "peak MB", "MB after imports")
     for case, row in report["results"].items():
         times = [measured["seconds"] for measured in row["runs"]]
@@ -204,9 +183,9 @@ def main() -> None:
         cells += [f"{row['mb_per_second']:.0f}", f"{row['speed_ratio']:.2f}x"]
         table.add_row(case, *cells, f"{row['peak_mb']:.0f}", f"{row['imports_mb']:.0f}")
     console.print(report["machine"], table)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    if json_file:
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -3,7 +3,7 @@
 """What is timed is compared with plain PyTorch first."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -66,3 +66,8 @@ def compare(kind: str, values: Tensors, truth: Tensors, plain: Tensors | None = 
             raise CorrectnessError(
                 f"{kind} {name} differs from plain PyTorch's by {error:.1e}, more than {allowed:.1e}"
             )
+
+
+def compare_with_plain(kind: str, values: Tensors, plain: Callable[[torch.dtype], Tensors], dtype: torch.dtype) -> None:
+    """`compare` with what `plain` computes in float32 and, if that is not the `dtype` of the values, in theirs too."""
+    compare(kind, values, plain(torch.float32), None if dtype == torch.float32 else plain(dtype))

@@ -17,15 +17,6 @@ import torch
 from diffllama.checkpoints.versions import versions
 
 
-def processor() -> str:
-    """The CPU's model, as far as this system tells."""
-    try:
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor() or platform.machine()
-
-
 BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(10**6))"  # no longer than its parent lives
 
 
@@ -43,8 +34,11 @@ def busy_cores(count: int) -> Iterator[None]:
 
 def machine(device: str, busy: int = 0) -> dict[str, object]:
     """The machine, its load, the cores that are kept busy, and versions."""
+    cpuinfo = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
+    cpu = model[1] if model else platform.processor() or platform.machine()
     return {
-        "machine": torch.cuda.get_device_name() if device == "cuda" else processor(),
+        "machine": torch.cuda.get_device_name() if device == "cuda" else cpu,
         "cores": os.cpu_count(),
         "busy_cores": busy,
         "threads": torch.get_num_threads(),

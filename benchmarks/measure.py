@@ -7,7 +7,7 @@ import gc
 import re
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,11 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 
-K = TypeVar("K", bound=Hashable)
-
-
-def nothing() -> None:
-    """For steps that need no preparation."""
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -29,28 +25,21 @@ class Step:
     Args:
         run: what is timed.
         check: raises `CorrectnessError` unless what is timed computes what it must.
-        before: prepares each call of `run`; not timed.
+        tokens: that it computes.
+        before: prepares each call of `run` and `check`; not timed.
         kept: bytes that exist before and after each step, by name.
     """
 
     run: Callable[[], Any]
     check: Callable[[], None]
-    before: Callable[[], Any] = nothing
+    tokens: int
+    before: Callable[[], Any] = lambda: None
     kept: Callable[[], dict[str, int]] = dict
 
 
-@dataclass(frozen=True)
-class Spread:
+def spread(numbers: Sequence[float]) -> dict[str, float]:
     """Median, least and most of several numbers."""
-
-    median: float
-    least: float
-    most: float
-
-    @classmethod
-    def of(cls, numbers: Sequence[float]) -> "Spread":
-        """These numbers'."""
-        return cls(statistics.median(numbers), min(numbers), max(numbers))
+    return {"median": statistics.median(numbers), "least": min(numbers), "most": max(numbers)}
 
 
 def seconds(run: Callable[[], Any], device: str) -> float:
@@ -64,30 +53,12 @@ def seconds(run: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - start
 
 
-def alternate(
-    steps: Mapping[K, Step], rounds: int, clock: Callable[[Callable[[], Any]], float]
-) -> dict[K, list[float]]:
-    """Times every step once in each round; every round begins with another one.
-
-    Returns:
-        For each step, what `clock` says of its `run` in each round.
-    """
-    names = list(steps)
-    times: dict[K, list[float]] = {name: [] for name in names}
+def in_turn(names: Iterable[K], rounds: int) -> Iterator[tuple[int, K]]:
+    """Rounds of all names, each with its round's number from 0; every round begins with another name."""
+    turns = list(names)
     for number in range(rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            steps[name].before()
-            times[name].append(clock(steps[name].run))
-    return times
-
-
-def ratios(times: Mapping[K, Sequence[float]], reference: K) -> dict[K, Spread]:
-    """Of each step's time to the reference's in the same round: what slows a whole round down cancels."""
-    return {
-        name: Spread.of([own / other for own, other in zip(values, times[reference], strict=True)])
-        for name, values in times.items()
-    }
+        yield from ((number, name) for name in turns)
+        turns = turns[1:] + turns[:1]
 
 
 def resident(field: str) -> int:

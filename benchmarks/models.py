@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from benchmarks.correctness import CHECKED_LENGTH, SAMPLES, CorrectnessError, compare
+from benchmarks.correctness import CHECKED_LENGTH, SAMPLES, CorrectnessError, compare, compare_with_plain
 from benchmarks.implementations import Architecture, Setting, build
 from benchmarks.measure import Step
 
@@ -58,15 +58,11 @@ class LoadedModel:
         model.load_state_dict(self.model.state_dict())
         return model
 
-    def step(self, run: Callable[[], Any], check: Callable[[], None], implementation: str, **more: Any) -> Step:
+    def step(
+        self, run: Callable[[], Any], check: Callable[[], None], tokens: int, implementation: str, **more: Any
+    ) -> Step:
         """A step with an attention function."""
-        before = partial(self.model.set_attn_implementation, implementation)
-
-        def checked() -> None:
-            before()
-            check()
-
-        return Step(run, checked, before, **more)
+        return Step(run, check, tokens, partial(self.model.set_attn_implementation, implementation), **more)
 
 
 def plain_model(architecture: Architecture, setting: Setting) -> LoadedModel:
@@ -111,9 +107,7 @@ def compare_logits(loaded: LoadedModel, compute: Callable[[PreTrainedModel, torc
     """Raises `CorrectnessError` unless a computation of logits gives those of eager attention."""
     own = loaded.setting.torch_dtype
     values = {"logits": compute(loaded.model, own)}
-    truth = {"logits": compute(loaded.plain(torch.float32), torch.float32)}
-    inevitable = {"logits": compute(loaded.plain(own), own)} if loaded.low_precision else None
-    compare("output", values, truth, inevitable)
+    compare_with_plain("output", values, lambda dtype: {"logits": compute(loaded.plain(dtype), dtype)}, own)
 
 
 def prefill(loaded: LoadedModel, implementation: str) -> Step:
@@ -126,10 +120,9 @@ def prefill(loaded: LoadedModel, implementation: str) -> Step:
 
     @torch.no_grad()
     def run() -> Any:
-        return model(input_ids, use_cache=True, logits_to_keep=1)
+        return loaded.model(input_ids, use_cache=True, logits_to_keep=1)
 
-    model = loaded.model
-    return loaded.step(run, check, implementation)
+    return loaded.step(run, check, input_ids.numel(), implementation)
 
 
 def decode(loaded: LoadedModel, implementation: str) -> Step:
@@ -153,7 +146,7 @@ def decode(loaded: LoadedModel, implementation: str) -> Step:
         model(token, past_key_values=cache, use_cache=True)
         cache.crop(-1)
 
-    return loaded.step(run, check, implementation)
+    return loaded.step(run, check, token.numel(), implementation)
 
 
 def backward(model: PreTrainedModel, input_ids: torch.Tensor, autocast: bool) -> None:
@@ -165,14 +158,14 @@ def backward(model: PreTrainedModel, input_ids: torch.Tensor, autocast: bool) ->
 
 def gradients(model: PreTrainedModel, texts: list[torch.Tensor], autocast: bool) -> dict[str, torch.Tensor]:
     """All gradients of the first text, and those of vectors (λ, norms) of every text, by name, on the CPU."""
-    found = {}
+    by_name = {}
     for i, input_ids in enumerate(texts):
         backward(model, input_ids, autocast)
         for name, p in model.named_parameters():
             if p.grad is not None and (i == 0 or p.dim() == 1):
-                found[f"{name} {i}"] = p.grad.cpu()
+                by_name[f"{name} {i}"] = p.grad.cpu()
         model.zero_grad()
-    return found
+    return by_name
 
 
 def check_training(loaded: LoadedModel, update: Callable[[torch.Tensor], None]) -> None:
@@ -203,10 +196,10 @@ def train(loaded: LoadedModel, implementation: str) -> Step:
     def kept() -> dict[str, int]:
         states = [tensor for state in optimizer.state.values() for tensor in state.values()]
         tensors = {"weights": list(model.parameters()), "optimizer": states}
-        return {name: sum(tensor.nbytes for tensor in those) for name, those in tensors.items()}
+        return {name: sum(tensor.nbytes for tensor in kind) for name, kind in tensors.items()}
 
     run, check = partial(update, input_ids), partial(check_training, loaded, update)
-    return loaded.step(run, check, implementation, kept=kept)
+    return loaded.step(run, check, input_ids.numel(), implementation, kept=kept)
 
 
 LARGEST_GAP = {"float32": 1e-3, "bfloat16": 0.1}
@@ -244,7 +237,8 @@ def generate(loaded: LoadedModel, implementation: str, cache_implementation: str
     def check() -> None:
         check_generated(loaded, loaded.short().tolist(), continued(loaded.short()))
 
-    return loaded.step(partial(continued, loaded.tokens()), check, implementation)
+    new_tokens = loaded.setting.batch * loaded.setting.new_tokens
+    return loaded.step(partial(continued, loaded.tokens()), check, new_tokens, implementation)
 
 
 def continuous(loaded: LoadedModel, implementation: str) -> Step:
@@ -277,4 +271,5 @@ def continuous(loaded: LoadedModel, implementation: str) -> Step:
         prompts = shares(loaded.short())
         check_generated(loaded, prompts, continued(prompts))
 
-    return loaded.step(partial(continued, shares(loaded.tokens())), check, implementation)
+    new_tokens = setting.batch * setting.new_tokens
+    return loaded.step(partial(continued, shares(loaded.tokens())), check, new_tokens, implementation)

@@ -3,9 +3,7 @@
 """Runs a case at a setting, and shows what came out."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from statistics import median
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,9 +14,9 @@ from rich.text import Text
 from benchmarks.cases import Case
 from benchmarks.correctness import CorrectnessError
 from benchmarks.cost import floors
-from benchmarks.goals import GoalStatus, goal_statuses
+from benchmarks.goals import describe, goal_status
 from benchmarks.implementations import REFERENCE, Implementation, Setting
-from benchmarks.measure import Spread, Step, alternate, peak_memory, ratios, seconds
+from benchmarks.measure import Step, in_turn, peak_memory, seconds, spread
 
 
 Clock = Callable[[Callable[[], Any]], float]
@@ -27,37 +25,9 @@ ENOUGH = 0.5
 """Seconds. A step that takes less is repeated within a round, so often or ten times, and the best time counts."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """Of one implementation: seconds, their ratio to the reference's in each round, tokens per second, bytes."""
-
-    times: list[float]
-    seconds: Spread
-    ratio: Spread
-    tokens_per_second: float
-    peak: int | None
-    kept: dict[str, int]
-    goal_status: GoalStatus | None
-
-
-@dataclass(frozen=True)
-class Result:
-    """Of a case at a setting: rows, and why implementations were refused."""
-
-    case: Case
-    setting: Setting
-    rows: dict[Implementation, Row]
-    refused: dict[Implementation, str]
-
-
-def best(run: Callable[[], Any], device: str, repeats: int) -> float:
-    """Least time of several calls, in seconds."""
-    return min(seconds(run, device) for _ in range(repeats))
-
-
 def prepare(
     case: Case, setting: Setting, compared: Sequence[Implementation]
-) -> tuple[dict[Implementation, Step], dict[Implementation, str]]:
+) -> tuple[dict[Implementation, Step], dict[str, str]]:
     """Makes and checks steps. Those of one architecture share a model.
 
     Returns:
@@ -65,17 +35,18 @@ def prepare(
     """
     loaded: dict[str, Any] = {}
     steps: dict[Implementation, Step] = {}
-    refused: dict[Implementation, str] = {}
+    refused: dict[str, str] = {}
     for implementation in compared:
         try:
             if implementation.architecture not in loaded:
                 loaded[implementation.architecture] = case.build(implementation.architecture, setting)
             step = case.step(loaded[implementation.architecture], implementation.attention)
+            step.before()
             step.check()
         except CorrectnessError as error:
-            refused[implementation] = str(error)
+            refused[str(implementation)] = str(error)
         except Exception as error:  # whatever an attention function raises where it cannot compute something
-            refused[implementation] = " ".join(f"{type(error).__name__}: {error}".split())
+            refused[str(implementation)] = " ".join(f"{type(error).__name__}: {error}".split())
         else:
             steps[implementation] = step
     return steps, refused
@@ -83,7 +54,7 @@ def prepare(
 
 def measure(
     case: Case, setting: Setting, compared: Sequence[Implementation], rounds: int, clock: Clock | None = None
-) -> Result:
+) -> dict[str, Any]:
     """Checks, warms up, measures memory, then times all implementations in turn.
 
     Args:
@@ -92,10 +63,21 @@ def measure(
         compared: implementations, the reference among them.
         rounds: how often each is timed.
         clock: measures a call in seconds; wall-clock time by default.
+
+    Returns:
+        What `--json` writes of a case at a setting: a row for each implementation that was timed, with times in
+        milliseconds and memory in MB, and why the others were refused. Nothing is timed without the reference.
     """
-    steps, refused = prepare(case, setting, list(filter(case.applies, compared)))
+    steps, refused = prepare(case, setting, [each for each in compared if each.architecture in case.architectures])
+    rows: dict[str, dict[str, Any]] = {}
+    record: dict[str, Any] = {"case": case.name, **asdict(setting), "implementations": rows}
+    group, _, name = case.name.partition("/")
+    if group == "attention":
+        record["by_arithmetic"] = floors(name)
+    record["refused"] = refused
     if REFERENCE not in steps:
-        return Result(case, setting, {}, refused)
+        return record
+
     first, peaks = {}, {}
     for implementation, step in steps.items():
         step.before()
@@ -103,83 +85,57 @@ def measure(
         first[implementation] = seconds(step.run, setting.device)
         peaks[implementation] = peak_memory(step.run, setting.device)
     repeats = max(1, min(10, int(ENOUGH / first[REFERENCE])))
-    clock = clock or partial(best, device=setting.device, repeats=repeats)
-    times = alternate(steps, rounds, clock)
-    compared_with = ratios(times, REFERENCE)
-    statuses = goal_statuses(
-        case.name, setting, torch.get_num_threads(), {name: ratio.median for name, ratio in compared_with.items()}
-    )
-    rows = {
-        implementation: Row(
-            times[implementation],
-            Spread.of(times[implementation]),
-            compared_with[implementation],
-            case.tokens(setting) / median(times[implementation]),
-            peaks[implementation],
-            step.kept(),
-            statuses.get(implementation),
-        )
-        for implementation, step in steps.items()
+    clock = clock or (lambda run: min(seconds(run, setting.device) for _ in range(repeats)))
+    times: dict[Implementation, list[float]] = {implementation: [] for implementation in steps}
+    for _, implementation in in_turn(steps, rounds):
+        steps[implementation].before()
+        times[implementation].append(1e3 * clock(steps[implementation].run))
+
+    # of the same round: what slows a whole round down cancels
+    ratios = {
+        implementation: spread([own / other for own, other in zip(values, times[REFERENCE], strict=True)])
+        for implementation, values in times.items()
     }
-    return Result(case, setting, rows, refused)
+    below = ratios.get(Implementation("transformers", REFERENCE.attention), {}).get("median")
+    for implementation, step in steps.items():
+        milliseconds, peak = spread(times[implementation]), peaks[implementation]
+        row = rows[str(implementation)] = {
+            "milliseconds": milliseconds | {"rounds": times[implementation]},
+            "ratio": ratios[implementation],
+            "tokens_per_second": 1e3 * step.tokens / milliseconds["median"],
+            "step_mb": None if peak is None else peak / 1e6,
+            **{f"{name}_mb": size / 1e6 for name, size in step.kept().items()},
+        }
+        if implementation.ours:
+            threads, ratio = torch.get_num_threads(), row["ratio"]["median"]
+            row["goal"] = goal_status(case.name, setting, threads, ratio, below)
+    return record
 
 
-def shown(result: Result) -> Group:
-    """A result as it is printed: a table, and who was refused."""
-    refused = [Text(f"Refused: {implementation}: {why}", style="red") for implementation, why in result.refused.items()]
-    return Group(table(result), *refused, "")
-
-
-def table(result: Result) -> Table:
-    """Times, ratios, speed and memory of all that were timed."""
-    title = f"{result.case.name}: {result.case.about} ({result.setting})"
-    numbers = ("ms (least to most)", "× llama (least to most)", "tokens/s", "peak, MB")
-    made = Table(
+def shown(case: Case, setting: Setting, record: dict[str, Any]) -> Group:
+    """A record as it is printed: a table of times, ratios, speed and memory, and who was refused."""
+    table = Table(
         "",
-        *(Column(name, justify="right") for name in numbers),
+        *(
+            Column(name, justify="right")
+            for name in ("ms (least to most)", "× llama (least to most)", "tokens/s", "peak, MB")
+        ),
         "goal",
-        title=title,
+        title=f"{case.name}: {case.about} ({setting})",
         title_justify="left",
         caption_justify="left",
     )
-    if result.case.floor:
-        shares = floors(result.case.floor)
-        made.caption = "By arithmetic, × llama: " + ", ".join(f"{way} {share:.2f}" for way, share in shares.items())
-    for implementation, row in result.rows.items():
-        times, ratio = row.seconds, row.ratio
-        made.add_row(
-            str(implementation),
-            f"{times.median * 1e3:.4g} ({times.least * 1e3:.4g} to {times.most * 1e3:.4g})",
-            f"{ratio.median:.2f} ({ratio.least:.2f} to {ratio.most:.2f})",
-            f"{row.tokens_per_second:,.4g}" if row.tokens_per_second < 1e4 else f"{row.tokens_per_second:,.0f}",
-            "" if row.peak is None else f"{row.peak / 1e6:,.1f}",
-            "" if row.goal_status is None else str(row.goal_status),
+    if shares := record.get("by_arithmetic", {}).items():
+        table.caption = "By arithmetic, × llama: " + ", ".join(f"{way} {share:.2f}" for way, share in shares)
+    for name, row in record["implementations"].items():
+        speed = row["tokens_per_second"]
+        table.add_row(
+            name,
+            "{median:.4g} ({least:.4g} to {most:.4g})".format(**row["milliseconds"]),
+            "{median:.2f} ({least:.2f} to {most:.2f})".format(**row["ratio"]),
+            f"{speed:,.4g}" if speed < 1e4 else f"{speed:,.0f}",
+            "" if row["step_mb"] is None else f"{row['step_mb']:,.1f}",
+            describe(row["goal"]) if "goal" in row else "",
         )
-    return made
-
-
-def entry(result: Result) -> dict[str, Any]:
-    """For JSON: times in milliseconds, memory in MB."""
-
-    def scaled(spread: Spread, factor: float = 1.0) -> dict[str, float]:
-        return {name: number * factor for name, number in asdict(spread).items()}
-
-    implementations: dict[str, dict[str, Any]] = {}
-    for implementation, row in result.rows.items():
-        implementations[str(implementation)] = {
-            "milliseconds": scaled(row.seconds, 1e3) | {"rounds": [time * 1e3 for time in row.times]},
-            "ratio": scaled(row.ratio),
-            "tokens_per_second": row.tokens_per_second,
-            "step_mb": None if row.peak is None else row.peak / 1e6,
-            **{f"{name}_mb": size / 1e6 for name, size in row.kept.items()},
-        }
-        if row.goal_status is not None:
-            implementations[str(implementation)]["goal"] = {
-                "at_most": row.goal_status.at_most,
-                "below": row.goal_status.below,
-                "met": row.goal_status.met,
-            }
-    made: dict[str, Any] = {"case": result.case.name, **asdict(result.setting), "implementations": implementations}
-    if result.case.floor:
-        made["by_arithmetic"] = floors(result.case.floor)
-    return made | {"refused": {str(implementation): why for implementation, why in result.refused.items()}}
+    refused = [Text(f"Refused: {name}: {why}", style="red") for name, why in record["refused"].items()]
+    return Group(table, *refused, "")

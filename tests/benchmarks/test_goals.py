@@ -3,19 +3,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases import choose
-from benchmarks.goals import GOALS, GoalStatus, goal_statuses, largest_ratio
-from benchmarks.implementations import Implementation, Setting
+from benchmarks.cases import DEFAULT, choose
+from benchmarks.goals import GOALS, describe, goal_status
+from benchmarks.implementations import Setting
 
 
 README = (Path(__file__).parents[2] / "benchmarks/README.md").read_text(encoding="utf-8")
 
 
-def documented(threads: int | None) -> set[tuple[str, int, int, float]]:
+def documented(device: str) -> set[tuple[str, int, int, float]]:
     """Case, sequences, tokens and largest ratio of the goals in the README's table."""
     goals = set()
     for case, cpu, gpu in re.findall(r"^\| `(model/\w+)` \| (.*) \| (.*) \|$", README, re.MULTILINE):
-        ratio, where = re.fullmatch(r"(.+) \((.+) tokens\)", gpu if threads is None else cpu).groups()
+        ratio, where = re.fullmatch(r"(.+) \((.+) tokens\)", gpu if device == "cuda" else cpu).groups()
         number, _, share = ratio.partition(" / ")
         for tokens in where.replace(",", "").split(" and "):
             batch, _, length = tokens.rpartition(" × ")
@@ -23,48 +23,41 @@ def documented(threads: int | None) -> set[tuple[str, int, int, float]]:
     return goals
 
 
-@pytest.mark.parametrize("threads", [2, None])
-def test_the_readme_has_the_goals(threads: int | None) -> None:
-    goals = [goal for goal in GOALS if goal.threads == threads]
-    assert {(goal.case, goal.setting.batch, goal.setting.length, goal.at_most) for goal in goals} == documented(threads)
-    assert len(goals) == len(documented(threads)) >= 3
+def test_the_readme_has_the_goals() -> None:
+    for device in ("cpu", "cuda"):
+        goals = {(case, at.batch, at.length, ratio) for (case, at), ratio in GOALS.items() if at.device == device}
+        assert goals == documented(device)
+        assert len(goals) >= 3
 
 
 def test_default_run_has_every_goals_setting() -> None:
-    cases = {case.name: case for case in choose(["model"])}
-    for goal in GOALS:
-        batch, lengths = getattr(cases[goal.case], goal.setting.device)
-        assert batch == goal.setting.batch
-        assert goal.setting.length in lengths
+    cases = {case.name: case for case in choose(DEFAULT)}
+    for case, setting in GOALS:
+        batch, lengths = getattr(cases[case], setting.device)
+        assert batch == setting.batch
+        assert setting.length in lengths
 
 
-def test_a_goal_is_for_its_setting_and_threads_alone() -> None:
-    setting = Setting("small", 1, 2048, new_tokens=5)
-    assert largest_ratio("model/decode", setting, threads=2) == 1.10
-    assert largest_ratio("model/decode", setting, threads=1) is None
-    assert largest_ratio("model/decode", Setting("small", 1, 4096), threads=2) is None
-    assert largest_ratio("model/decode", Setting("small", 1, 2048, "bfloat16"), threads=2) is None
-    assert largest_ratio("model/decode", Setting("3b", 1, 32768, "bfloat16", "cuda"), threads=16) == 1.0
+SMALL = Setting("small", 1, 2048, new_tokens=5)
 
 
 @pytest.mark.parametrize(
-    ("status", "met", "text"),
+    ("setting", "threads", "ratio", "below", "text"),
     [
-        (GoalStatus(1.10, 1.10, None), True, "≤ 1.10: met"),
-        (GoalStatus(1.11, 1.10, None), False, "≤ 1.10: MISSED"),
-        (GoalStatus(1.05, 1.10, 1.05), False, "≤ 1.10 and < 1.05: MISSED"),
-        (GoalStatus(1.05, 1.10, 1.06), True, "≤ 1.10 and < 1.06: met"),
-        (GoalStatus(1.50, None, 1.40), False, "< 1.40: MISSED"),
-        (GoalStatus(1.50, None, None), None, ""),
+        (SMALL, 2, 1.10, None, "≤ 1.10: met"),
+        (SMALL, 2, 1.11, None, "≤ 1.10: MISSED"),
+        (SMALL, 2, 1.05, 1.05, "≤ 1.10 and < 1.05: MISSED"),
+        (SMALL, 2, 1.05, 1.06, "≤ 1.10 and < 1.06: met"),
+        (SMALL, 1, 1.50, 1.40, "< 1.40: MISSED"),
+        (SMALL, 1, 1.50, None, ""),
+        (Setting("small", 1, 4096), 2, 1.50, None, ""),
+        (Setting("small", 1, 2048, "bfloat16"), 2, 1.50, None, ""),
+        (Setting("3b", 1, 32768, "bfloat16", "cuda"), 16, 1.0, None, "≤ 1.00: met"),
     ],
 )
-def test_goal_status_names_every_limit_and_whether_all_are_met(status: GoalStatus, met: bool | None, text: str) -> None:
-    assert (status.met, str(status)) == (met, text)
-
-
-def test_goal_status_exists_for_our_implementations_only() -> None:
-    v1, v2 = Implementation("v1", "diff_attention"), Implementation("v2")
-    ratios = {Implementation("llama"): 1.0, Implementation("transformers"): 1.3, v1: 1.2, v2: 1.05}
-    statuses = goal_statuses("model/decode", Setting("small", 1, 2048), 2, ratios)
-    assert {name: status.met for name, status in statuses.items()} == {v1: False, v2: True}
-    assert all(status.below == 1.3 for status in statuses.values())
+def test_goal_names_the_limits_of_its_setting_and_threads_and_whether_all_are_met(
+    setting: Setting, threads: int, ratio: float, below: float | None, text: str
+) -> None:
+    goal = goal_status("model/decode", setting, threads, ratio, below)
+    assert describe(goal) == text
+    assert goal["met"] is {"": None, "met": True, "MISSED": False}[text.rpartition(" ")[2]]

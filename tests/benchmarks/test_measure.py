@@ -1,40 +1,22 @@
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
 
-from benchmarks.measure import Spread, Step, alternate, nothing, peak_memory, ratios, seconds
+from benchmarks.measure import in_turn, peak_memory, seconds, spread
 
 
 MB = 1_000_000
 
 
-def test_every_round_times_every_step_and_begins_with_another_one() -> None:
-    called, prepared = [], []
-
-    def step(name: str) -> Step:
-        return Step(lambda: called.append(name), nothing, before=lambda: prepared.append(name))
-
-    def clock(run: Callable[[], object]) -> float:
-        assert prepared[-1] not in called[-1:] or len(prepared) == len(called) + 1
-        run()
-        return float(len(called))
-
-    times = alternate({name: step(name) for name in "abc"}, 4, clock)
-    assert "".join(called) == "abc" + "bca" + "cab" + "abc"
-    assert prepared == called
-    assert times == {"a": [1, 6, 8, 10], "b": [2, 4, 9, 11], "c": [3, 5, 7, 12]}
-
-
-def test_ratios_are_of_times_in_the_same_round() -> None:
-    times = {"llama": [1.0, 2.0, 10.0], "ours": [1.5, 2.0, 11.0]}  # the last round was slow for both
-    assert ratios(times, "llama")["ours"] == Spread(median=1.1, least=1.0, most=1.5)
-    assert ratios(times, "llama")["llama"] == Spread(1.0, 1.0, 1.0)
+def test_every_round_has_every_name_and_begins_with_another_one() -> None:
+    turns = [*in_turn("abc", 4)]
+    assert "".join(name for _, name in turns) == "abc" + "bca" + "cab" + "abc"
+    assert [number for number, _ in turns] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
 
 
 def test_spread_is_median_least_and_most() -> None:
-    assert Spread.of([5.0, 1.0, 2.0, 4.0]) == Spread(median=3.0, least=1.0, most=5.0)
+    assert spread([5.0, 1.0, 2.0, 4.0]) == {"median": 3.0, "least": 1.0, "most": 5.0}
 
 
 def test_time_is_what_a_call_takes() -> None:
