@@ -92,12 +92,11 @@ def test_defaults_are_those_of_llama_7b_with_half_as_many_heads_of_twice_the_wid
 )
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_config_json_always_has_the_geometry_in_numbers(
-    fields: dict[str, int], geometry: list[int], variant: str, tmp_path: Path
+    fields: dict[str, int], geometry: list[int], variant: str
 ) -> None:
-    written = saved(DiffLlamaConfig(diff_variant=variant, **fields), tmp_path)
+    written = json.loads(DiffLlamaConfig(diff_variant=variant, **fields).to_json_string())
     assert [written[name] for name in GEOMETRY] == geometry
-    assert written["model_type"] == "diff_llama"
-    assert written["diff_variant"] == variant
+    assert (written["model_type"], written["diff_variant"]) == ("diff_llama", variant)
 
 
 @pytest.mark.parametrize(
@@ -112,11 +111,10 @@ def test_config_json_always_has_the_geometry_in_numbers(
     ids=str,
 )
 def test_config_json_always_has_the_output_bias_and_the_type_of_every_layer(
-    fields: dict[str, Any], out_bias: bool, layer_types: list[str], tmp_path: Path
+    fields: dict[str, Any], out_bias: bool, layer_types: list[str]
 ) -> None:
-    written = saved(tiny_config(**fields), tmp_path)
-    assert written["attention_out_bias"] is out_bias
-    assert written["layer_types"] == layer_types
+    written = json.loads(tiny_config(**fields).to_json_string())
+    assert (written["attention_out_bias"], written["layer_types"]) == (out_bias, layer_types)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -288,27 +286,18 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"eos_token_id": ["</s>"]}, ("'eos_token_id'", "'</s>'", "int")),
     ({"rope_parameters": [1.0]}, ("'rope_parameters'", "list (value: [1.0])", "dict")),
 ]
-refused = pytest.mark.parametrize(
+
+
+@pytest.mark.parametrize(
     ("fields", "parts"), REFUSED, ids=[re.sub(r"[{}'\" ]", "", str(fields))[:50] for fields, _ in REFUSED]
 )
-
-
-@refused
 def test_a_wrong_value_is_refused_with_its_field_value_and_rule(fields: dict[str, Any], parts: tuple[str, ...]) -> None:
-    with pytest.raises(StrictDataclassError) as error:
-        tiny_config(**fields)
-    assert [part for part in parts if part not in str(error.value)] == []
-
-
-@refused
-def test_a_wrong_config_json_is_refused_likewise(
-    fields: dict[str, Any], parts: tuple[str, ...], tmp_path: Path
-) -> None:
-    fields = {"diff_variant" if name == "variant" else name: value for name, value in fields.items()}
-    (tmp_path / "config.json").write_text(json.dumps(saved(tiny_config(), tmp_path) | fields))
-    with pytest.raises(StrictDataclassError) as error:
-        DiffLlamaConfig.from_pretrained(tmp_path)
-    assert [part for part in parts if part not in str(error.value)] == []
+    written = {"diff_variant" if name == "variant" else name: value for name, value in fields.items()}
+    written = json.loads(tiny_config().to_json_string()) | json.loads(json.dumps(written))
+    for make in (lambda: tiny_config(**fields), lambda: DiffLlamaConfig.from_dict(written)):
+        with pytest.raises(StrictDataclassError) as error:
+            make()
+        assert [part for part in parts if part not in str(error.value)] == []
 
 
 def test_a_model_is_not_loaded_from_the_weights_that_its_configuration_names(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 import ast
 import copy
 import inspect
-import json
 import os
 import re
 import sys
@@ -9,6 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -67,55 +67,61 @@ sys.modules["diffllama"] = sys.modules["triton"] = None  # from here on importin
 
 import torch, transformers
 from safetensors.torch import load_file, save_file
+from transformers.modelcard import TASK_MAPPING  # of a Trainer's cards
 
-folder, saved, answers, prompt = *map(Path, sys.argv[1:4]), sys.argv[4]
+folder, saved, prompt = *map(Path, sys.argv[1:3]), sys.argv[3]
 input_ids = load_file(folder / "input_ids.safetensors")["input_ids"]
-modules, tensors = {}, {}
+models = sorted(file.parent for file in folder.rglob("config.json"))
+facts |= {"modules": {}, "texts": {}, "known": {}, "refusals": []}
+tensors = {}
 
 def look(name, model):
     body = getattr(model, "model", model)
-    modules[name] = sorted({type(part).__module__ for part in (model, body, model.config)})
+    facts["modules"][name] = sorted({type(part).__module__ for part in (model, body, model.config)})
     with torch.no_grad():
         outputs = model(input_ids, use_cache=False).to_tuple()
     tensors[name] = torch.cat([tensor.flatten() for tensor in outputs])
 
-try:
-    transformers.AutoModelForCausalLM.from_pretrained(folder / "AutoModelForCausalLM", trust_remote_code=False)
-except ValueError as error:
-    refusals = [str(error)]
-
-config = transformers.AutoConfig.from_pretrained(folder / "AutoModelForCausalLM", trust_remote_code=True)
-modules["AutoConfig"] = [type(config).__module__]
-for name in ("AutoModel", *(f.name for f in folder.iterdir() if f.is_dir())):
+for path in models:
+    auto_class = getattr(transformers, path.name)
+    try:
+        auto_class.from_pretrained(path, trust_remote_code=False)
+    except ValueError as error:
+        facts["refusals"].append(str(error))
+config = transformers.AutoConfig.from_pretrained(models[0], trust_remote_code=True)
+facts["modules"]["AutoConfig"] = [type(config).__module__]
+for name in ("AutoModel", *(path.name for path in models)):
     try:
         getattr(transformers, name).from_config(config)
     except ValueError as error:
-        refusals.append(str(error))
+        facts["refusals"].append(str(error))
 
-for name in sorted(f.name for f in folder.iterdir() if f.is_dir()):
-    model = getattr(transformers, name).from_pretrained(folder / name, trust_remote_code=True)
+for path in models:
+    name, auto_class = str(path.relative_to(folder)), getattr(transformers, path.name)
+    model = auto_class.from_pretrained(path, trust_remote_code=True)
     look(name, model)
     model.save_pretrained(saved / name)
-    if name == "AutoModelForCausalLM":
-        tensors["generated"] = model.generate(input_ids, max_new_tokens=8, do_sample=False)
-    built = getattr(transformers, name).from_config(model.config, trust_remote_code=True)
-    again = getattr(transformers, name).from_config(model.config)  # trusted by now
-    modules[f"{name} from a configuration"] = sorted({type(m).__module__ for m in (built, built.model, again)})
+    built = auto_class.from_config(model.config, trust_remote_code=True)
+    again = auto_class.from_config(model.config)  # trusted by now
+    facts["modules"][f"{name} from a configuration"] = sorted({type(m).__module__ for m in (built, built.model, again)})
+    if path.name == "AutoModelForCausalLM":
+        tensors[f"{name} generated"] = model.generate(input_ids, max_new_tokens=8, do_sample=False)
+        look(f"{name} body", transformers.AutoModel.from_pretrained(path, trust_remote_code=True))
+        generator = transformers.pipeline("text-generation", model=str(path), trust_remote_code=True)
+        facts["modules"][f"{name} pipeline"] = [type(generator.model).__module__]
+        facts["texts"][name] = generator(prompt, max_new_tokens=8, do_sample=False)[0]["generated_text"]
+    elif "Classification" in name:
+        task = "token-classification" if "Token" in name else "text-classification"
+        transformers.pipeline(task, model=str(path), trust_remote_code=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=True)
+    tokenizer.save_pretrained(saved / name)
+    names = (model_class for task, classes in TASK_MAPPING.items() for model_class in classes.values())
+    facts["known"][name] = type(model).__name__ in names
 
-language_model = folder / "AutoModelForCausalLM"
-look("AutoModel", transformers.AutoModel.from_pretrained(language_model, trust_remote_code=True))
-tokenizer = transformers.AutoTokenizer.from_pretrained(language_model, trust_remote_code=True)
-tokenizer.save_pretrained(saved / language_model.name)
-generator = transformers.pipeline("text-generation", model=str(language_model), trust_remote_code=True)
-modules["pipeline"] = [type(generator.model).__module__]
-text = generator(prompt, max_new_tokens=8, do_sample=False)[0]["generated_text"]
-
-answers.mkdir()
-save_file(tensors, answers / "tensors.safetensors")
+save_file(tensors, "tensors.safetensors")
 save_file({"input_ids": input_ids}, saved / "input_ids.safetensors")
 imported = [name for name, module in sys.modules.items() if module and name.split(".")[0] in ("diffllama", "triton")]
-facts = {"modules": modules, "text": text, "refusals": refusals, "network": network, "imported": imported}
-(answers / "facts.json").write_text(json.dumps(facts))
+facts |= {"network": network, "imported": imported}
 """
 
 
@@ -128,6 +134,7 @@ class Answers:
     untouched: bool
     tensors: dict[str, torch.Tensor]
     facts: dict[str, Any]
+    printed: str
 
 
 def files(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -142,16 +149,11 @@ def fresh_process(folder: Path, work: Path) -> Answers:
     before = files(folder)
     env = os.environ | {"HF_MODULES_CACHE": str(work / "modules"), "HF_HOME": str(work / "hub"), "HF_HUB_OFFLINE": "1"}
     # without a terminal a question whether to trust the code is answered by an error
-    subprocess_runner.run(
-        PROCESS, folder, work / "saved", work / "answers", PROMPT, environment=env, cwd=work / "elsewhere"
+    facts, printed = subprocess_runner.run(
+        PROCESS, folder, work / "saved", PROMPT, environment=env, cwd=work / "elsewhere"
     )
-    return Answers(
-        folder,
-        work / "saved",
-        files(folder) == before,
-        load_file(work / "answers" / "tensors.safetensors"),
-        json.loads((work / "answers" / "facts.json").read_text()),
-    )
+    tensors = load_file(work / "elsewhere" / "tensors.safetensors")
+    return Answers(folder, work / "saved", files(folder) == before, tensors, facts, printed)
 
 
 @dataclass
@@ -159,34 +161,32 @@ class Story:
     """What the package saved and computed, and what two fresh processes made of it, one after the other."""
 
     expected: dict[str, torch.Tensor]
-    text: str
+    texts: dict[str, str]
     processes: list[Answers]
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
-def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Story:
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     """The package saves every model; one process loads and saves them; another one loads what that one saved."""
-    work, input_ids = tmp_path_factory.mktemp(request.param), tokens(2, 13)
-    folder, expected = work / "package", {}
-    for name, model_class in MODELS.items():
+    work, input_ids = tmp_path_factory.mktemp("story"), tokens(2, 13)
+    folder, expected, texts, words = work / "package", {}, {}, tiny_tokenizer()
+    for variant, (auto_class, model_class) in product(VARIANTS, MODELS.items()):
         torch.manual_seed(1)
-        model = model_class._from_config(
-            tiny_config(request.param, **FIELDS.get(name, {})), attn_implementation="sdpa"
-        ).eval()
+        config, name = tiny_config(variant, **FIELDS.get(auto_class, {})), f"{variant}/{auto_class}"
+        model = model_class._from_config(config, attn_implementation="sdpa").eval()
         model.save_pretrained(folder / name)
+        words.save_pretrained(folder / name)
         with torch.no_grad():
             outputs = model(input_ids, use_cache=False).to_tuple()
             expected[name] = torch.cat([tensor.flatten() for tensor in outputs])
-            if name == "AutoModelForCausalLM":
-                expected["AutoModel"] = model.model(input_ids, use_cache=False).last_hidden_state.flatten()
-                expected["generated"] = model.generate(input_ids, max_new_tokens=8, do_sample=False)
-                words = tiny_tokenizer()
-                words.save_pretrained(folder / name)
+            if auto_class == "AutoModelForCausalLM":
+                expected[f"{name} body"] = model.model(input_ids, use_cache=False).last_hidden_state.flatten()
+                expected[f"{name} generated"] = model.generate(input_ids, max_new_tokens=8, do_sample=False)
                 prompt = words(PROMPT, return_tensors="pt", return_token_type_ids=False)
-                text = words.decode(model.generate(**prompt, max_new_tokens=8, do_sample=False)[0])
+                texts[name] = words.decode(model.generate(**prompt, max_new_tokens=8, do_sample=False)[0])
     save_file({"input_ids": input_ids}, folder / "input_ids.safetensors")
     first = fresh_process(folder, work / "first")
-    return Story(expected, text, [first, fresh_process(first.saved, work / "second")])
+    return Story(expected, texts, [first, fresh_process(first.saved, work / "second")])
 
 
 @pytest.fixture(params=[0, 1], ids=["saved by the package", "saved by remote code"])
@@ -208,19 +208,23 @@ class TestFolder:
         assert [name for name in story.expected if not torch.equal(answers.tensors[name], story.expected[name])] == []
 
     def test_pipeline_continues_a_prompt_as_the_package_does(self, story: Story, answers: Answers) -> None:
-        written, expected = (re.findall(r"w\d+", text) for text in (answers.facts["text"], story.text))
-        assert written == expected
-        assert len(expected) > len(PROMPT.split())
+        for name, text in story.texts.items():
+            written, expected = (re.findall(r"w\d+", each) for each in (answers.facts["texts"][name], text))
+            assert written == expected
+            assert len(expected) > len(PROMPT.split())
+
+    def test_pipelines_and_cards_know_what_each_head_is_for(self, answers: Answers) -> None:
+        assert "not supported" not in answers.printed
+        assert set(answers.facts["known"].values()) == {True}
 
     def test_models_bodies_and_configurations_come_from_the_folder(self, answers: Answers) -> None:
-        names = {*MODELS, *(f"{name} from a configuration" for name in MODELS), "AutoModel", "AutoConfig", "pipeline"}
-        assert set(answers.facts["modules"]) == names
+        assert len(answers.facts["modules"]) == 1 + len(VARIANTS) * (2 * len(MODELS) + 2)
         for name, modules in answers.facts["modules"].items():
             # never transformers' `DiffLlamaModel`, which is another architecture
             assert [m for m in modules if not re.fullmatch(r"transformers_modules\..+diffllama", m)] == [], name
 
     def test_without_trust_nothing_is_loaded_and_nothing_built(self, answers: Answers) -> None:
-        assert len(answers.facts["refusals"]) == 2 + len(MODELS)
+        assert len(answers.facts["refusals"]) == 1 + 2 * len(VARIANTS) * len(MODELS)
         for refusal in answers.facts["refusals"]:
             assert "contains custom code which must be executed" in refusal
 
@@ -236,12 +240,12 @@ class TestFolder:
     def test_it_is_saved_again_byte_for_byte(self, answers: Answers) -> None:
         before, after = files(answers.folder), files(answers.saved)
         assert set(before) == set(after)
-        changed = {name for name in before if before[name][0] != after[name][0]}
-        assert changed <= {"AutoModelForCausalLM/tokenizer_config.json"}  # transformers adds how it was loaded
+        changed = {Path(name).name for name in before if before[name][0] != after[name][0]}
+        assert changed <= {"tokenizer_config.json"}  # transformers adds how it was loaded
 
     def test_its_code_is_the_packages_byte_for_byte(self, answers: Answers) -> None:
-        for name in MODELS:
-            code = {f.name: f.read_bytes() for f in (answers.saved / name).glob("*.py")}
+        for folder in answers.saved.glob("v?/*"):
+            code = {f.name: f.read_bytes() for f in folder.glob("*.py")}
             assert code == {f.name: f.read_bytes() for f in SOURCES}
 
 

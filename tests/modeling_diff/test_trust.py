@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ import torch, torch.distributed.nn, transformers  # torch 2.6 writes a file of i
 IMPORTS = (dis.opmap["IMPORT_NAME"], dis.opmap["IMPORT_FROM"])
 OBJECTS = ("builtins.id", "object.__getattr__", "sys._getframe", "sys._getframemodulename")  # these leave no process
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-events, phase = [], None
+events, folder, phase = [], None, None
 
 def hear(event, arguments):
     if phase is None or event in OBJECTS:
@@ -39,6 +39,7 @@ def hear(event, arguments):
         frame = frame.f_back
     paths = arguments[:1] if event == "open" else arguments if event.startswith("os.") else ()
     events.append({
+        "folder": os.path.basename(folder),
         "phase": phase,
         "name": event,
         "paths": [os.path.realpath(os.fsdecode(p)) for p in paths if isinstance(p, (str, bytes, os.PathLike))],
@@ -75,13 +76,14 @@ with open(sys.argv[1], "w") as file:
 
 @dataclass
 class Event:
-    """One thing that Python told a hook.
+    """One thing that Python told a hook, while a folder was loaded or used.
 
     `file` and `line` are where the nearest remote code below it on the stack stood; `None` where there was none.
     `importing` says that this was an import statement, or that one lay between: code that is imported, and what it does
     then, is the library's, and `connections`, `written` and `read` look at it.
     """
 
+    folder: str
     phase: str
     name: str
     paths: list[str]
@@ -98,7 +100,7 @@ class Event:
 
 @dataclass
 class Run:
-    """A fresh process that loaded folders and generated with them."""
+    """What a fresh process did that loaded folders and generated with them."""
 
     work: Path
     installed: list[str]
@@ -163,33 +165,6 @@ def within(path: str, folder: Path | str) -> bool:
     return Path(path).is_relative_to(Path(folder).resolve())
 
 
-def run(work: Path, names: list[str]) -> Run:
-    """Loads `work / "folders" / name` for each name, in a process without diffllama, with empty caches."""
-    (work / "elsewhere" / "secret").mkdir(parents=True)
-    neighbour = "import socket\nsocket.socket().close()\nopen('left', 'w').close()\n"
-    (work / "elsewhere" / "neighbour.py").write_text(neighbour)
-    env = os.environ | {
-        "HF_MODULES_CACHE": str(work / "modules"),
-        "HF_HOME": str(work / "hub"),
-        "HF_HUB_OFFLINE": "1",
-        "TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"),
-    }
-    folders = [work / "folders" / name for name in names]
-    process = subprocess.run(
-        [sys.executable, "-c", PROCESS, work / "report", *folders],
-        env=env,
-        cwd=work / "elsewhere",
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
-    report = json.loads((work / "report").read_text())
-    return Run(work, report["installed"], [Event(**event) for event in report["events"]])
-
-
 def save(variant: str, folder: Path) -> None:
     """A folder as users get it."""
     tiny_model(variant, attn_implementation="sdpa", **EVERY_FEATURE).save_pretrained(folder)
@@ -202,38 +177,7 @@ def listed(events: list[Event]) -> str:
     return "\n".join([f"{len(lines)} times, the first:", *lines[:40]])
 
 
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A process that loads V1 and V2."""
-    work = tmp_path_factory.mktemp("ours")
-    for variant in VARIANTS:
-        save(variant, work / "folders" / variant)
-    return run(work, list(VARIANTS))
-
-
-class TestFolder:
-    def test_its_code_opens_no_file_no_socket_and_no_process(self, ours: Run) -> None:
-        assert not ours.caused(), listed(ours.caused())
-
-    def test_whoever_is_called_opens_no_socket_and_no_process(self, ours: Run) -> None:
-        assert not ours.connections(), listed(ours.connections())
-
-    def test_only_the_cache_of_remote_code_is_written(self, ours: Run) -> None:
-        assert not ours.written(), listed(ours.written())
-
-    def test_only_the_folder_and_installed_code_are_read(self, ours: Run) -> None:
-        assert not ours.read(), listed(ours.read())
-
-    def test_the_hook_heard_both_folders_from_beginning_to_end(self, ours: Run) -> None:
-        copied = {Path(path).name for e in ours.events if e.writes for path in e.paths}
-        assert {"configuration_diffllama.py", "differential_attention.py", "modeling_diffllama.py"} <= copied
-        read = {path for e in ours.events if e.name == "open" for path in e.paths}
-        for variant in VARIANTS:
-            assert {str(ours.work / "folders" / variant / name) for name in ("config.json", "tokenizer.json")} <= read
-        assert {e.file for e in ours.events if e.importing} >= {"configuration_diffllama.py", "modeling_diffllama.py"}
-
-
-# --- the same process with code that misbehaves: what the checks above would say ------------------------------------
+# --- code that misbehaves, on which the checks are tested -----------------------------------------------------------
 
 CONTROLS = {
     "open('/etc/hostname').close()": "open",
@@ -289,14 +233,74 @@ DiffLlamaForCausalLM.forward = forward
 
 
 @pytest.fixture(scope="module")
-def control(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A process that loads a folder whose code does each of `CONTROLS` when it is imported and in `forward`."""
-    work = tmp_path_factory.mktemp("control")
-    save("v2", work / "folders" / "bad")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A process without diffllama, with empty caches, that loads V1, V2, and last a folder with `MISBEHAVIOUR`.
+
+    The code of that folder does each of `CONTROLS` when it is imported and in `forward`.
+    """
+    work = tmp_path_factory.mktemp("trust")
+    for variant, name in (("v1", "v1"), ("v2", "v2"), ("v2", "bad")):
+        save(variant, work / "folders" / name)
     lines = "\n".join(f"    with contextlib.suppress(Exception): {statement}" for statement in CONTROLS)
     with (work / "folders" / "bad" / "modeling_diffllama.py").open("a") as file:
         file.write(MISBEHAVIOUR.format(lines=lines))
-    return run(work, ["bad"])
+    (work / "elsewhere" / "secret").mkdir(parents=True)
+    neighbour = "import socket\nsocket.socket().close()\nopen('left', 'w').close()\n"
+    (work / "elsewhere" / "neighbour.py").write_text(neighbour)
+    env = os.environ | {
+        "HF_MODULES_CACHE": str(work / "modules"),
+        "HF_HOME": str(work / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"),
+    }
+    folders = [work / "folders" / name for name in (*VARIANTS, "bad")]
+    process = subprocess.run(
+        [sys.executable, "-c", PROCESS, work / "report", *folders],
+        env=env,
+        cwd=work / "elsewhere",
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    report = json.loads((work / "report").read_text())
+    return Run(work, report["installed"], [Event(**event) for event in report["events"]])
+
+
+@pytest.fixture(scope="module")
+def ours(process: Run) -> Run:
+    """What it did with our folders."""
+    return replace(process, events=[event for event in process.events if event.folder != "bad"])
+
+
+@pytest.fixture(scope="module")
+def control(process: Run) -> Run:
+    """What it did with the folder that misbehaves."""
+    return replace(process, events=[event for event in process.events if event.folder == "bad"])
+
+
+class TestFolder:
+    def test_its_code_opens_no_file_no_socket_and_no_process(self, ours: Run) -> None:
+        assert not ours.caused(), listed(ours.caused())
+
+    def test_whoever_is_called_opens_no_socket_and_no_process(self, ours: Run) -> None:
+        assert not ours.connections(), listed(ours.connections())
+
+    def test_only_the_cache_of_remote_code_is_written(self, ours: Run) -> None:
+        assert not ours.written(), listed(ours.written())
+
+    def test_only_the_folder_and_installed_code_are_read(self, ours: Run) -> None:
+        assert not ours.read(), listed(ours.read())
+
+    def test_the_hook_heard_both_folders_from_beginning_to_end(self, ours: Run) -> None:
+        copied = {Path(path).name for e in ours.events if e.writes for path in e.paths}
+        assert {"configuration_diffllama.py", "differential_attention.py", "modeling_diffllama.py"} <= copied
+        read = {path for e in ours.events if e.name == "open" for path in e.paths}
+        for variant in VARIANTS:
+            assert {str(ours.work / "folders" / variant / name) for name in ("config.json", "tokenizer.json")} <= read
+        assert {e.file for e in ours.events if e.importing} >= {"configuration_diffllama.py", "modeling_diffllama.py"}
 
 
 def line_of(statement: str, control: Run) -> int:
@@ -308,12 +312,13 @@ def line_of(statement: str, control: Run) -> int:
 
 class TestControl:
     @pytest.mark.parametrize("phase", ["load", "forward", "generate"])
-    @pytest.mark.parametrize("statement", CONTROLS)
-    def test_what_remote_code_does_is_caught_and_named(self, statement: str, phase: str, control: Run) -> None:
-        line = line_of(statement, control)
-        caused = [event for event in control.caused() if event.line == line and event.phase == phase]
-        assert CONTROLS[statement] in {event.name for event in caused}
-        assert f"caused by modeling_diffllama.py:{line}" in listed(caused)
+    def test_what_remote_code_does_is_caught_and_named(self, phase: str, control: Run) -> None:
+        caused = [event for event in control.caused() if event.phase == phase]
+        for statement, name in CONTROLS.items():
+            line = line_of(statement, control)
+            of_line = [event for event in caused if event.line == line]
+            assert name in {event.name for event in of_line}, statement
+            assert f"caused by modeling_diffllama.py:{line}" in listed(of_line)
 
     def test_what_an_imported_module_does_is_not_the_importers_but_caught_too(self, control: Run) -> None:
         line = line_of("import neighbour", control)
