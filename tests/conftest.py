@@ -1,6 +1,7 @@
 """Settings for all tests: no network, few threads, quiet libraries."""
 
 import gc
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -57,3 +58,21 @@ def hub() -> Iterator[Hub]:
     with Hub() as hub:
         yield hub
     assert [request for request in hub.requests if request.status == 501] == []
+
+
+@pytest.fixture
+def patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter patches its language again whenever a kernel calls a function, most of the time of all."""
+    if importlib.util.find_spec("triton") and not torch.cuda.is_available():
+        from triton.runtime.interpreter import InterpretedFunction
+
+        call, patched = InterpretedFunction.__call__, set()
+
+        def call_patched_once(self: InterpretedFunction, *given: object, **options: object) -> object:
+            names = id(self.fn.__globals__)
+            if names in patched:
+                return self.rewrite()(*given, **options)
+            patched.add(names)
+            return call(self, *given, **options)
+
+        monkeypatch.setattr(InterpretedFunction, "__call__", call_patched_once)
