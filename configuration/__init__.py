@@ -22,23 +22,23 @@ def read_yaml(text: str) -> Any:
 
 
 @functools.cache
-def _load(name: str, anchors: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """The entries of a YAML file here, but for those that others only refer to."""
-    text = resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
-    return {name: fields for name, fields in read_yaml(text).items() if name not in anchors}
+def _entries(kind: str) -> dict[str, dict[str, Any]]:
+    """The presets or recipes in their YAML file; names that begin with a dot are only referred to there."""
+    text = resources.files(__name__).joinpath(f"{kind}s.yaml").read_text(encoding="utf-8")
+    return {name: fields for name, fields in read_yaml(text).items() if not name.startswith(".")}
 
 
-def _presets() -> dict[str, dict[str, Any]]:
-    return _load("presets.yaml", ("common",))
-
-
-def _recipes() -> dict[str, dict[str, Any]]:
-    return _load("recipes.yaml", ("adamw",))
+def _entry(kind: str, name: str) -> dict[str, Any]:
+    """One of them, which may be changed. Raises `ValueError` if there is none of that name."""
+    entries = _entries(kind)
+    if name not in entries:
+        raise ValueError(f"No {kind} {name!r}. Known: {', '.join(entries)}.")
+    return copy.deepcopy(entries[name])
 
 
 def preset_names() -> list[str]:
     """Names that `preset` knows: the paper's main model `"3b"` and its scaling study."""
-    return list(_presets())
+    return list(_entries("preset"))
 
 
 def preset(name: str, **overrides: Any) -> "DiffLlamaConfig":
@@ -53,14 +53,12 @@ def preset(name: str, **overrides: Any) -> "DiffLlamaConfig":
     """
     from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
-    if name not in preset_names():
-        raise ValueError(f"No preset {name!r}. Known: {', '.join(preset_names())}.")
-    return DiffLlamaConfig(**{**_presets()[name], **overrides})
+    return DiffLlamaConfig(**(_entry("preset", name) | overrides))
 
 
 def recipe_names() -> list[str]:
     """Names that `recipe` knows."""
-    return list(_recipes())
+    return list(_entries("recipe"))
 
 
 def recipe(name: str) -> dict[str, Any]:
@@ -77,9 +75,7 @@ def recipe(name: str) -> dict[str, Any]:
     Raises:
         ValueError: there is no recipe of that name.
     """
-    if name not in recipe_names():
-        raise ValueError(f"No recipe {name!r}. Known: {', '.join(recipe_names())}.")
-    return copy.deepcopy(_recipes()[name])
+    return _entry("recipe", name)
 
 
 # Fields that mean the same in a LlamaConfig and a DiffLlamaConfig.

@@ -30,30 +30,25 @@ __version__ = "0.1.0"
 _MODELS = "diffllama.modeling_diff.modeling_diffllama"
 _HOMES = {
     "DiffLlamaConfig": "diffllama.modeling_diff.configuration_diffllama",
-    "DiffLlamaForCausalLM": _MODELS,
-    "DiffLlamaForQuestionAnswering": _MODELS,
-    "DiffLlamaForSequenceClassification": _MODELS,
-    "DiffLlamaForTokenClassification": _MODELS,
-    "DiffLlamaModel": _MODELS,
-    "DiffLlamaPreTrainedModel": _MODELS,
     "convert": "diffllama.conversion.engine",
 }
+_FOLDERS = (
+    "checkpoints",
+    "configuration",
+    "conversion",
+    "evaluation",
+    "hub_cards",
+    "kernels",
+    "modeling_diff",
+    "training",
+)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in (
-        "checkpoints",
-        "configuration",
-        "conversion",
-        "evaluation",
-        "hub_cards",
-        "kernels",
-        "modeling_diff",
-        "training",
-    ):
+    if name in _FOLDERS:
         return importlib.import_module(f"diffllama.{name}")
+    if name in __all__:
+        return getattr(importlib.import_module(_HOMES.get(name, _MODELS)), name)
     raise AttributeError(f"module 'diffllama' has no attribute {name!r}")
 
 

@@ -59,14 +59,8 @@ def diffllama(
 @contextmanager
 def writing(then: str) -> Iterator[Callable[[int, int], None]]:
     """Shows how many bytes of weights are written, by the function that it gives, and then `then`."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=err) as bar:
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+    with Progress(TextColumn("{task.description}"), *columns, console=err) as bar:
         task = bar.add_task("Writing weights", total=None, visible=False)
 
         def show(done: int, total: int) -> None:
@@ -184,14 +178,12 @@ Allow = Annotated[
 def card_metadata(
     licence: str | None, base_model: list[str] | None, dataset: list[str] | None, language: list[str] | None
 ) -> dict[str, Any]:
-    """The card metadata that the options give."""
-    lists = {"base_model": base_model, "datasets": dataset, "language": language}
-    single = {
-        name: values[0] if len(values) == 1 and name != "datasets" else values
-        for name, values in lists.items()
-        if values
-    }
-    return ({"license": licence} if licence else {}) | single
+    """The card metadata that the options give; of one base model or language itself, not a list."""
+    fields: dict[str, Any] = {"license": licence, "base_model": base_model, "datasets": dataset, "language": language}
+    for name in ("base_model", "language"):
+        if fields[name] and len(fields[name]) == 1:
+            (fields[name],) = fields[name]
+    return {name: value for name, value in fields.items() if value}
 
 
 @app.command()

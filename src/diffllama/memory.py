@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What memory a model takes when it generates, from its configuration alone."""
 
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from diffllama.checkpoints.files import locate
+from diffllama.checkpoints.json_files import read_json
 from diffllama.checkpoints.models import meta_model
 from diffllama.checkpoints.options import DType
 from diffllama.configuration import preset, preset_names
@@ -69,12 +69,7 @@ def read_config(src: str | os.PathLike[str], revision: str | None = None) -> Pre
         raise FileNotFoundError(
             f"{file} does not exist. Give a model's folder, or a preset: {', '.join(preset_names())}."
         )
-    try:
-        fields = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{file} is no model's configuration: it is not an object with fields.")
+    fields = read_json(file)
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         reason = " Code of its own is not run." if "auto_map" in fields else ""
@@ -163,7 +158,6 @@ def memory(config: PretrainedConfig, context: int, batch: int = 1, dtype: DType 
             raise ValueError(f"`{name}` must be at least 1 and below 2**63, got {number}.")
     own = torch_dtype((config.dtype or "float32") if dtype == "auto" else dtype)
     weights = sum(parameter.numel() for parameter in llama_like_model(config).parameters())
-
     head_dim = head_dim_of(config)
     key_and_value = 2 * config.num_key_value_heads * head_dim
     window = getattr(config, "sliding_window", None)
