@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import StrictDataclassFieldValidationError
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -38,12 +36,6 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
     assert out == ""
     assert "Traceback" not in err
     return end.value.code or 0, err
-
-
-def module(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m diffllama`."""
-    command = [sys.executable, "-m", "diffllama", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
 
 
 def error_of(err: str) -> str:
@@ -73,17 +65,14 @@ def test_the_installed_command_is_main() -> None:
     assert command.load() is __main__.main
 
 
-def test_python_m_diffllama_converts_a_llama_and_then_refuses_to_replace_it(
+def test_convert_writes_a_folder_and_then_refuses_to_replace_it(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = module("convert", source, tmp_path / "dest", "--from", "llama")
-    assert (result.returncode, result.stdout) == (0, "")
-    assert f"Reading {source}\n" in result.stderr
-    assert result.stderr.splitlines()[-1] == f"Wrote {tmp_path / 'dest'}"
-    ids = torch.arange(24).view(2, 12)
-    original, converted = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("src", "dest"))
-    assert type(converted) is DiffLlamaForCausalLM
-    assert torch.equal(converted(ids).logits, original(ids).logits)
+    status, err = call(capsys, "convert", source, tmp_path / "dest", "--from", "llama")
+    assert status == 0
+    assert f"Reading {source}\n" in err
+    assert err.splitlines()[-1] == f"Wrote {tmp_path / 'dest'}"
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "dest")) is DiffLlamaForCausalLM
 
     before = snapshot(tmp_path)
     status, err = call(capsys, "convert", source, tmp_path / "dest", "--from", "llama")
@@ -93,28 +82,15 @@ def test_python_m_diffllama_converts_a_llama_and_then_refuses_to_replace_it(
 
 
 def test_python_m_diffllama_says_its_version() -> None:
-    result = module("--version")
+    command = [sys.executable, "-m", "diffllama", "--version"]
+    result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (0, f"diffllama {diffllama.__version__}\n", "")
     assert diffllama.__version__ == version("diffllama")
 
 
-def test_options_reach_the_conversion(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "dest").mkdir()
-    for name in ("old", "config.json"):
-        (tmp_path / "dest" / name).touch()
-    monkeypatch.chdir(tmp_path)
-    status, err = call(capsys, "convert", "src", "dest", "--from=llama", "--dtype=bfloat16", "--overwrite")
-    assert (status, err.splitlines()[-1]) == (0, f"Wrote {tmp_path / 'dest'}")
-    assert not (tmp_path / "dest" / "old").exists()
-    weights = load_file(tmp_path / "dest" / "model.safetensors")
-    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("name", ["with space", "[red]", "a[/b]", "ünï-模型", "100%", "{i}"])
-def test_a_folder_may_have_any_name(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, dest = llama(tmp_path / name / "src"), tmp_path / name / "dest"
+def test_a_folder_may_have_any_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "with space" / "[red]" / "a[/b]" / "ünï-模型" / "100%" / "{i}"
+    source, dest = llama(folder / "src"), folder / "dest"
     status, err = call(capsys, "convert", source, dest, "--from", "llama")
     assert status == 0
     assert f"Reading {source}\n" in err
@@ -163,7 +139,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("moment", ["diffllama.cli", "typer", "diffllama.memory", "torch", "end"])
+@pytest.mark.parametrize("moment", ["diffllama.cli", "typer", "torch", "end"])
 def test_an_interruption_at_any_moment_ends_without_a_traceback(moment: str) -> None:
     command = ["memory", "3b", "--context=1"] if moment != "end" else ["--version"]
     words = [sys.executable, "-c", INTERRUPTED, moment, *command]
@@ -250,15 +226,14 @@ def test_errors_that_nobody_expects_say_how_to_see_more(
 
 
 def test_convert_prints_what_it_verified(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, err = call(capsys, "convert", source, tmp_path / "v2", "--from", "llama")
-    message = (
-        "Logits of 3 sequences of 32 tokens in float32, sdpa attention, with and without cache: equal bit for bit."
-    )
-    assert f"Verified, promised: bit-equal. {message}" in err
-    _, err = call(capsys, "convert", source, tmp_path / "v1", "--from", "llama", "--variant", "v1")
-    assert re.search(r"NOT EXACT, a warm start.* max difference [\d.]+, mean [\d.]+", err)
-    _, err = call(capsys, "convert", source, tmp_path / "no", "--from", "llama", "--no-verify")
-    assert "Not verified: not asked for." in err
+    for options, expected in {
+        (): "Verified, promised: bit-equal. Logits of 3 sequences of 32 tokens in float32, sdpa attention, with and "
+        "without cache: equal bit for bit.",
+        ("--variant", "v1"): r"NOT EXACT, a warm start.* max difference [\d.]+, mean [\d.]+",
+        ("--no-verify",): "Not verified: not asked for.",
+    }.items():
+        _, err = call(capsys, "convert", source, tmp_path / str(len(options)), "--from", "llama", *options)
+        assert re.search(expected, err)
 
 
 def test_every_option_reaches_the_conversion(
@@ -295,19 +270,8 @@ class TestHubFolders:
         self, ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         dest = tmp_path / "[red] dest"
-        options = [
-            "--license",
-            "mit",
-            "--base-model",
-            "a/b",
-            "--dataset",
-            "c/d",
-            "--dataset",
-            "e/f",
-            "--language",
-            "en",
-        ]
-        status, err = call(capsys, "export", ours, dest, *options)
+        options = "--license mit --base-model a/b --dataset c/d --dataset e/f --language en"
+        status, err = call(capsys, "export", ours, dest, *options.split())
         assert (status, err.splitlines()[-1]) == (0, f"Wrote {dest}")
         assert "note  tokenizer.json:tokenizer: is missing" in err
         data = ModelCard.load(dest / "README.md").data
@@ -318,10 +282,7 @@ class TestHubFolders:
         card = dest / "README.md"
         card.write_text(card.read_text().replace("## Limits\n", "## Limits\n\nIt bites.\n"))
         status, err = call(capsys, "card", dest, "--license", "apache-2.0")
-        assert (status, err.splitlines()) == (
-            0,
-            ["Kept the hand-edited section limits", f"Wrote {card}"],
-        )
+        assert (status, err.splitlines()) == (0, ["Kept the hand-edited section limits", f"Wrote {card}"])
         assert "It bites." in card.read_text()
         assert ModelCard.load(card).data.license == "apache-2.0"
 
@@ -387,10 +348,8 @@ class TestHubFolders:
         assert re.search(r"model\.safetensors +deleted", err)
         assert "Uploading to the private repository me/model, branch dev\n" in err
         assert err.splitlines()[-1] == "Nothing has changed: http://localhost/commit"
-        assert (
-            call(capsys, "push", "new", "me/model", "--create-pr")[1].splitlines()[-1]
-            == "Uploaded: http://localhost/commit"
-        )
+        _, err = call(capsys, "push", "new", "me/model", "--create-pr")
+        assert err.splitlines()[-1] == "Uploaded: http://localhost/commit"
         assert given["create_pr"]
 
 
@@ -475,61 +434,43 @@ def test_the_help_of_convert_fits_into_80_columns() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["convert", "SRC", "--from", "llama"], "DEST"),
-        (["convert", "--from", "llama"], "SRC"),
-        (["convert", "SRC", "DEST", "MORE", "--from", "llama"], "MORE"),
-        (["convert", "SRC", "DEST", "--from", "gpt2"], "'llama'"),
-        (["convert", "SRC", "DEST", "--from", "llama", "--dtype", "int8"], "'bfloat16'"),
-        (["convert", "SRC", "DEST", "--from", "llama", "--nonesuch"], "--nonesuch"),
-        (["nonesuch"], "nonesuch"),
-        (["--nonesuch"], "--nonesuch"),
-        ([], "convert"),
+        ("convert SRC --from llama", "DEST"),
+        ("convert --from llama", "SRC"),
+        ("convert SRC DEST MORE --from llama", "MORE"),
+        ("convert SRC DEST --from gpt2", "'llama'"),
+        ("convert SRC DEST --from llama --dtype int8", "'bfloat16'"),
+        ("convert SRC DEST --from llama --nonesuch", "--nonesuch"),
+        ("nonesuch", "nonesuch"),
+        ("--nonesuch", "--nonesuch"),
+        ("", "convert"),
     ],
-    ids=" ".join,
 )
-def test_wrong_command_line_is_named_with_usage(arguments: list[str], message: str) -> None:
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
+def test_wrong_command_line_is_named_with_usage(arguments: str, message: str) -> None:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments.split())
     assert (result.exit_code, type(result.exception)) == (2, SystemExit)
     assert message in result.output
     assert "Usage: " in result.output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "words"),
     [
-        (["--help"], ("convert", "export", "card", "check", "push", "--version")),
-        (["export", "--help"], ("SRC", "DEST", "--license", "--base-model", "--dataset", "--results", "--overwrite")),
-        (["card", "--help"], ("DIR", "--license", "--base-model", "--dataset", "--results")),
-        (["check", "--help"], ("DIR", "pickles")),
+        ("--help", "convert export card check push --version"),
+        ("export --help", "SRC DEST --license --base-model --dataset --results --overwrite"),
+        ("card --help", "DIR --license --base-model --dataset --results"),
+        ("check --help", "DIR pickles"),
+        ("push --help", "DIR REPO --private --revision --code-only --create-pr --replace-card"),
         (
-            ["push", "--help"],
-            ("DIR", "REPO", "--private", "--revision", "--code-only", "--create-pr", "--replace-card"),
-        ),
-        (
-            ["convert", "--help"],
-            (
-                "SRC",
-                "DEST",
-                "--from",
-                "--to",
-                "--dtype",
-                "--overwrite",
-                "--verify",
-                "bfloat16",
-                "unilm-v1",
-                "--gqa-layout",
-                "--variant",
-                "--revision",
-                "bit-identical",
-            ),
+            "convert --help",
+            "SRC DEST --from --to --dtype --overwrite --verify bfloat16 unilm-v1 --gqa-layout --variant --revision "
+            "bit-identical",
         ),
     ],
-    ids=" ".join,
 )
-def test_help_names_what_there_is(arguments: list[str], message: tuple[str, ...]) -> None:
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
+def test_help_names_what_there_is(arguments: str, words: str) -> None:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments.split())
     assert result.exit_code == 0
-    assert [word for word in message if word not in result.output] == []
+    assert [word for word in words.split() if word not in result.output] == []
 
 
 def test_help_and_wrong_options_import_nothing_that_takes_time(tmp_path: Path) -> None:

@@ -93,15 +93,13 @@ print(json.dumps(facts))
 
 
 IMPORTS = {
-    "then transformers": "import diffllama, transformers",
     "then AutoConfig": "import diffllama\nfrom transformers import AutoConfig",
-    "then AutoModel": "import diffllama\nfrom transformers import AutoModel",
-    "after transformers": "import transformers, diffllama",
     "after AutoModel": "from transformers import AutoModelForCausalLM\nimport diffllama",
-    "after a search for AutoConfig": """
+    "after a search for AutoConfig, then AutoModel": """
 import diffllama, importlib.util
 for module in ("transformers.models.auto.configuration_auto", "diffllama.modeling_diff.configuration_diffllama"):
     importlib.util.find_spec(module)
+from transformers import AutoModel
 """,
     "in several threads": """
 import diffllama, importlib, threading
@@ -145,40 +143,43 @@ facts["their models"] = {{auto: outcome(getattr(transformers, auto).from_config,
     assert known["their models"] == {auto: THEIRS + name for auto, name in AUTO_CLASSES.items()}
 
 
-def test_with_diffllama_a_folder_loads_without_trusting_remote_code(folder: Path) -> None:
-    known = facts(f"""
-import diffllama
-import transformers
-root = {str(folder)!r}
-facts["config"] = outcome(transformers.AutoConfig.from_pretrained, root + "/v1")
-for variant in ("v1", "v2"):
-    facts[variant] = outcome(transformers.AutoModelForCausalLM.from_pretrained, f"{{root}}/{{variant}}")
-""")
-    assert known.pop("config") == OUR_CONFIG
-    assert known == dict.fromkeys(VARIANTS, f"{OURS}LlamaForCausalLM")
-
-
 def test_without_diffllama_and_trust_a_folder_is_refused_and_never_becomes_transformers_model(
     folder: Path, tmp_path: Path
 ) -> None:
+    """Nor does a configuration of remote code, once it is trusted."""
     for variant in VARIANTS:
         config = json.loads((folder / variant / "config.json").read_text())
         del config["auto_map"]
         (tmp_path / variant).mkdir()
         (tmp_path / variant / "config.json").write_text(json.dumps(config))
-    known = facts(f"""
+    known = facts(
+        f"""
 sys.modules["diffllama"] = None
 import transformers
 autos = [getattr(transformers, name) for name in ("AutoConfig", *AUTO_CLASSES)]
 for root in {[str(folder), str(tmp_path)]}:
     for variant in ("v1", "v2"):
         facts[f"{{root}}/{{variant}}"] = [outcome(auto.from_pretrained, f"{{root}}/{{variant}}") for auto in autos]
-""")
+
+config = transformers.AutoConfig.from_pretrained({str(folder / "v1")!r}, trust_remote_code=True)
+facts["config"] = name(config)
+facts["untrusted"] = {{auto: outcome(getattr(transformers, auto).from_config, config) for auto in AUTO_CLASSES}}
+facts["trusted"] = {{
+    auto: outcome(getattr(transformers, auto).from_config, config, trust_remote_code=True) for auto in AUTO_CLASSES
+}}
+""",
+        HF_MODULES_CACHE=str(tmp_path / "modules"),
+    )
     for root, told in ((folder, "trust_remote_code=True"), (tmp_path, "`diff_llama`")):
         for variant in VARIANTS:
             outcomes = known[f"{root}/{variant}"]
             assert len(outcomes) == 6
             assert [o for o in outcomes if not (o.startswith("ValueError: ") and told in o)] == []
+    assert known["config"].startswith("transformers_modules.")
+    for auto, name in AUTO_CLASSES.items():
+        assert known["trusted"][auto].startswith("transformers_modules.")
+        assert known["trusted"][auto].endswith(f".modeling_diffllama.Differential{name}")
+        assert not known["untrusted"][auto].startswith("transformers.models.")
 
 
 def test_a_pickled_configuration_gives_our_models(tmp_path: Path) -> None:
@@ -190,27 +191,6 @@ import transformers
 facts["models"] = {{auto: outcome(getattr(transformers, auto).from_config, config) for auto in AUTO_CLASSES}}
 """)
     assert known["models"] == {auto: OURS + name for auto, name in AUTO_CLASSES.items()}
-
-
-def test_a_configuration_of_remote_code_never_becomes_transformers_model(folder: Path, tmp_path: Path) -> None:
-    known = facts(
-        f"""
-sys.modules["diffllama"] = None
-import transformers
-config = transformers.AutoConfig.from_pretrained({str(folder / "v1")!r}, trust_remote_code=True)
-facts["config"] = name(config)
-facts["untrusted"] = {{auto: outcome(getattr(transformers, auto).from_config, config) for auto in AUTO_CLASSES}}
-facts["trusted"] = {{
-    auto: outcome(getattr(transformers, auto).from_config, config, trust_remote_code=True) for auto in AUTO_CLASSES
-}}
-""",
-        HF_MODULES_CACHE=str(tmp_path),
-    )
-    assert known["config"].startswith("transformers_modules.")
-    for auto, name in AUTO_CLASSES.items():
-        assert known["trusted"][auto].startswith("transformers_modules.")
-        assert known["trusted"][auto].endswith(f".modeling_diffllama.Differential{name}")
-        assert not known["untrusted"][auto].startswith("transformers.models.")
 
 
 def test_names_of_the_package_are_the_classes_themselves() -> None:

@@ -20,7 +20,7 @@ from benchmarks.serving import Server
 
 T = TypeVar("T")
 QUESTION = "w6 w7 w8"
-AT_ONCE = 200
+AT_ONCE = 64
 
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
