@@ -38,19 +38,14 @@ def test_there_is_a_preset_for_every_model_of_the_paper() -> None:
     assert preset_names() == ["3b", *SCALING_STUDY]
 
 
-def test_3b_has_the_dimensions_of_table_9() -> None:
+def test_3b_has_the_dimensions_and_parameters_of_table_9() -> None:
     config = preset("3b")
     assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (28, 3072, 8192)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (24, 12, 256)
     assert (config.vocab_size, config.max_position_embeddings) == (100288, 4096)
     assert config.tie_word_embeddings is False
-
-
-def test_3b_has_3_17_billion_parameters_without_embeddings_and_output_layer() -> None:
-    total = sum(
-        p.numel() for name, p in parameters(preset("3b")).items() if "embed" not in name and "lm_head" not in name
-    )
-    assert round(total / 1e9, 2) == 3.17
+    inner = {name: p for name, p in parameters(config).items() if "embed" not in name and "lm_head" not in name}
+    assert round(sum(p.numel() for p in inner.values()) / 1e9, 2) == 3.17
 
 
 @pytest.mark.parametrize(("name", "row"), SCALING_STUDY.items())
@@ -68,15 +63,21 @@ def test_scaling_study_has_the_dimensions_and_parameter_counts_of_table_10(
 
 
 @pytest.mark.parametrize("name", ["3b", *SCALING_STUDY])
-def test_every_preset_is_the_papers_architecture(name: str) -> None:
+def test_every_preset_is_the_papers_architecture_with_a_baseline_of_twice_the_heads(name: str) -> None:
     config = preset(name)
-    assert config.diff_variant == "v1"
-    assert config.lambda_init == "exponential"
-    assert config.lambda_std_dev == 0.1
+    assert (config.diff_variant, config.lambda_init, config.lambda_std_dev) == ("v1", "exponential", 0.1)
     assert config.head_norm is config.head_norm_affine is True
-    assert config.rms_norm_eps == 1e-5
+    assert (config.rms_norm_eps, config.hidden_act) == (1e-5, "silu")
     assert config.bos_token_id is config.eos_token_id is None
-    assert config.hidden_act == "silu"
+
+    llama = baseline(config)
+    assert type(llama) is LlamaConfig
+    assert (llama.num_attention_heads, llama.head_dim) == (config.num_attention_heads, config.head_dim // 2)
+    assert llama.num_key_value_heads == llama.num_attention_heads
+    assert {field: getattr(llama, field) for field in SHARED_FIELDS} == {
+        field: getattr(config, field) for field in SHARED_FIELDS
+    }
+    assert count(config) - count(llama) == config.num_hidden_layers * 3 * config.head_dim  # λ vectors and head norm
 
 
 @pytest.mark.parametrize("name", ["7b", "3B", "", "common", None])
@@ -94,18 +95,6 @@ def test_fields_of_a_preset_can_be_set_otherwise() -> None:
     assert preset("830m").vocab_size == 100288
     with pytest.raises(StrictDataclassError, match="num_key_value_heads"):
         preset("830m", num_key_value_heads=3)
-
-
-@pytest.mark.parametrize("name", ["3b", *SCALING_STUDY])
-def test_the_baseline_has_twice_the_heads_of_half_the_width(name: str) -> None:
-    config = preset(name)
-    llama = baseline(config)
-    assert type(llama) is LlamaConfig
-    assert (llama.num_attention_heads, llama.head_dim) == (config.num_attention_heads, config.head_dim // 2)
-    assert llama.num_key_value_heads == llama.num_attention_heads
-    assert {field: getattr(llama, field) for field in SHARED_FIELDS} == {
-        field: getattr(config, field) for field in SHARED_FIELDS
-    }
 
 
 @pytest.mark.parametrize(
@@ -126,12 +115,6 @@ def test_v1_has_the_parameters_of_its_baseline_and_lambda_vectors_and_head_norms
     config = tiny_config("v1", **fields)
     each_layer = 4 * config.head_dim // 2 + (config.head_dim if "norm" in extra else 0)
     assert count(config) - count(baseline(config)) == config.num_hidden_layers * each_layer
-
-
-@pytest.mark.parametrize("name", ["3b", *SCALING_STUDY])
-def test_presets_have_the_parameters_of_their_baseline_and_lambda_vectors_and_head_norms(name: str) -> None:
-    config = preset(name)
-    assert count(config) - count(baseline(config)) == config.num_hidden_layers * 3 * config.head_dim
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -7,6 +7,7 @@ import torch
 
 from diffllama.kernels import cpu as module
 from diffllama.kernels.cpu import blocked_attention, varlen_attention
+from support.reference import joined_attention
 
 
 pytestmark = pytest.mark.slow  # and the same with every transformers
@@ -39,13 +40,8 @@ def call(
 def both_maps(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lambdas: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """O1 - λ·O2 [b, n, h, D] of whole maps."""
-    repeats, n, m = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
-    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    visible = torch.ones(n, m, dtype=torch.bool).tril(m - n) if mask is None else mask
-    maps = (query @ key.transpose(2, 3) * SCALING).masked_fill(~visible, -math.inf).softmax(-1)
-    first, second = (maps @ value).transpose(1, 2).unflatten(2, (-1, 2)).unbind(3)
-    return first - lambdas * second
+    """The truth."""
+    return joined_attention(query, key, value, lambdas, mask, SCALING)
 
 
 def mask_of(kind: str, n: int, m: int) -> torch.Tensor | None:

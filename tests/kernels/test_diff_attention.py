@@ -9,6 +9,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_
 
 from diffllama import kernels
 from diffllama.kernels import diff_attention, flash_attn_forward, key_intervals
+from support.reference import joined_attention
 
 
 QUERY, KEY = torch.ones(2, 4, 3, 8), torch.ones(2, 2, 3, 8)
@@ -97,12 +98,8 @@ def test_diff_attention_gives_the_truths_outputs_and_gradients(
         mask = mask.tril().index_fill(-1, torch.tensor(0), False) | torch.eye(3, dtype=torch.bool)
     given = [tensor.to(dtype if i < 3 else torch.promote_types(dtype, torch.float32)) for i, tensor in enumerate(exact)]
     given = [tensor.requires_grad_() for tensor in given]
-    query, key, value, lambdas = exact = [tensor.double().detach().requires_grad_() for tensor in given]
-    visible = torch.ones(3, 3, dtype=torch.bool).tril() if mask is None else mask
-    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * map_dim**-0.5
-    maps = scores.masked_fill(~visible, float("-inf")).softmax(-1).unflatten(1, (2, 2))
-    first, second = (maps @ value[:, :, None]).permute(3, 0, 2, 1, 4).unsqueeze(-1).unbind(2)  # [n, b, h, D, 1]
-    truth = (first.squeeze(-1).transpose(0, 1) - lambdas * second.squeeze(-1).transpose(0, 1)).contiguous()
+    exact = [tensor.double().detach().requires_grad_() for tensor in given]
+    truth = joined_attention(*exact, mask, map_dim**-0.5)
     output = diff_attention(*given, mask, map_dim=map_dim)
     assert output.dtype == dtype
     tolerance = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2}

@@ -75,9 +75,10 @@ import sys
 from pathlib import Path
 
 sys.modules["diffllama"] = sys.modules["transformers"] = None  # importing either fails
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = sys.argv[2:]
 import torch
 from kernels import get_local_kernel
+from support.reference import joined_attention
 
 kernel = get_local_kernel(Path(sys.argv[1]))
 draw = torch.Generator().manual_seed(0)
@@ -90,12 +91,8 @@ def error(variant, dtype):
     if variant == "v1":
         given[0][:, 0::2, :, 16:], given[0][:, 1::2, :, :16] = 0, 0
     inputs = [tensor.to(dtype).requires_grad_() for tensor in given]
-    query, key, value, factor = exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    scores = query @ key.mT * map_dim**-0.5
-    hidden = torch.ones(13, 13, dtype=torch.bool).triu(1)
-    outputs = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value
-    first, second = outputs.transpose(1, 2).unflatten(2, (2, 2)).unbind(3)
-    truth = first - factor * second
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    truth = joined_attention(*exact, None, map_dim**-0.5)
     output = kernel.diff_attention(*inputs, map_dim=map_dim)
     weights = torch.randn(truth.shape, dtype=torch.float64, generator=draw)
     expected = [truth, *torch.autograd.grad((truth * weights).sum(), exact)]
@@ -118,9 +115,8 @@ def test_it_gives_the_truth_without_this_package(repository: Path, kernels: Modu
     code = re.search(r"```python\n(.*?)```", (repository / "README.md").read_text(), re.DOTALL)
     assert code is not None
     example = code[1].replace("PATH_OF_THIS_FOLDER", str(repository)) + "\nassert output.shape == (1, 16, 4, 64)\n"
-    errors = subprocess_runner.run(
-        LOAD + example, repository, LIBRARY, environment=os.environ | {"TRITON_INTERPRET": "1"}
-    )[0]
+    paths = repository, LIBRARY, ROOT / "tests"
+    errors, _ = subprocess_runner.run(LOAD + example, *paths, environment=os.environ | {"TRITON_INTERPRET": "1"})
     assert max(errors["cpu"]) < 1e-12
     if importlib.util.find_spec("triton"):
         assert max(errors["triton"]) < 1e-5

@@ -99,6 +99,22 @@ def attention(
     return linear(torch.cat(outputs, dim=-1), weights, "o_proj"), differential, softmaxes
 
 
+def joined_attention(
+    query: Tensor, key: Tensor, value: Tensor, differential_lambda: Tensor, mask: Tensor | None, scaling: float
+) -> Tensor:
+    """Differential attention of what attention functions are given, by whole maps.
+
+    Queries [b, 2h, n, D], keys and values [b, h_kv, m, D], λ [1] or [b, n, h, 1], a boolean mask that fits
+    [b, 2h, n, m] or `None` for causal -> O1 - λ·O2 [b, n, h, D].
+    """
+    repeats, n, m = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    visible = torch.ones(n, m, dtype=torch.bool).tril(m - n) if mask is None else mask
+    maps = (query @ key.mT * scaling).masked_fill(~visible, -math.inf).softmax(-1)
+    first, second = (maps @ value).transpose(1, 2).unflatten(2, (-1, 2)).unbind(3)
+    return first - differential_lambda * second
+
+
 def under(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The weights whose names start with `prefix`, without it."""
     return {name[len(prefix) :]: tensor for name, tensor in weights.items() if name.startswith(prefix)}
