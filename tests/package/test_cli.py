@@ -177,10 +177,8 @@ def test_an_interruption_ends_also_what_a_command_runs(
     [
         ("check folder", "check folder", False),
         ("--debug check folder", "check folder", True),
-        ("check folder --debug", "check folder", True),
         ("eval --debug --tasks all", "eval --tasks all", True),
-        ("probe needles --debug model", "probe needles model", True),
-        ("serve model --debug", "serve model", True),
+        ("check folder --debug", "check folder", True),
         ("check -- --debug", "check -- --debug", False),
         ("--debug check -- --debug", "check -- --debug", True),
     ],
@@ -356,24 +354,23 @@ class TestHubFolders:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "Give --from (one of llama, transformers, unilm-v1, unilm-v2) or --to (one of transformers, "),
-        (["--from", "llama", "--to", "transformers"], "Give --from"),
-        (["--to", "llama"], "V2 has no stock target"),
+        ("", "Give --from (one of llama, transformers, unilm-v1, unilm-v2) or --to (one of transformers, "),
+        ("--from llama --to transformers", "Give --from"),
+        ("--to llama", "V2 has no stock target"),
         (
-            ["--from", "llama", "--gqa-layout", "repeated"],
+            "--from llama --gqa-layout repeated",
             "--gqa-layout is one of grouped, repeated and goes with --from unilm-v1",
         ),
-        (["--to", "unilm-v1", "--variant", "v1"], "--variant is one of v1, v2 and goes with --from llama, got 'v1'"),
-        (["--from", "llama", "--max-shard-size", "much"], "--max-shard-size must be a number of bytes or a text like"),
-        (["--from", "llama", "--revision", "main"], "--revision goes with a repository of the Hub"),
+        ("--to unilm-v1 --variant v1", "--variant is one of v1, v2 and goes with --from llama, got 'v1'"),
+        ("--from llama --max-shard-size much", "--max-shard-size must be a number of bytes or a text like"),
+        ("--from llama --revision main", "--revision goes with a repository of the Hub"),
     ],
-    ids=" ".join,
 )
 def test_options_that_do_not_go_together_are_one_line_of_error(
-    options: list[str], message: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: str, message: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = snapshot(tmp_path)
-    status, err = call(capsys, "convert", source, tmp_path / "dest", *options)
+    status, err = call(capsys, "convert", source, tmp_path / "dest", *options.split())
     assert status == 1
     assert message in error_of(err)
     assert snapshot(tmp_path) == before

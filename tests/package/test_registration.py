@@ -15,16 +15,8 @@ from support import subprocess_runner
 from support.tiny_models import VARIANTS, tiny_config, tiny_model
 
 
-TINY = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "pad_token_id": 0,
-}
+TINY = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+TINY |= {"num_attention_heads": 8, "num_key_value_heads": 2, "pad_token_id": 0}
 AUTO_CLASSES = {
     "AutoModel": "LlamaModel",
     "AutoModelForCausalLM": "LlamaForCausalLM",

@@ -44,28 +44,12 @@ def readme_client(server: Server) -> str:
     return done.stdout
 
 
-def ask(server: Server, content: str = QUESTION, tokens: int = 8, **options: Any) -> str:
+def ask(server: Server, content: str = QUESTION, tokens: int = 8, **options: Any) -> Any:
     """The answer of a chat."""
-    done = server.client().chat.completions.create(
-        model=server.model,
-        messages=[{"role": "user", "content": content}],
-        max_tokens=tokens,
-        temperature=0,
-        **options,
-    )
-    return done.choices[0].message.content
-
-
-def ask_streaming(server: Server, content: str = QUESTION, tokens: int = 8) -> list[str]:
-    """The pieces of the answer of a chat."""
-    stream = server.client().chat.completions.create(
-        model=server.model,
-        messages=[{"role": "user", "content": content}],
-        max_tokens=tokens,
-        temperature=0,
-        stream=True,
-    )
-    return [chunk.choices[0].delta.content for chunk in stream if chunk.choices and chunk.choices[0].delta.content]
+    messages = [{"role": "user", "content": content}]
+    create = server.client().chat.completions.create
+    answer = create(model=server.model, messages=messages, max_tokens=tokens, temperature=0, **options)
+    return answer if options.get("stream") else answer.choices[0].message.content
 
 
 def post(server: Server, body: bytes | dict[str, Any]) -> requests.Response:
@@ -123,7 +107,8 @@ class Answering:
         assert {content: ask(server, content) for content in answers} == answers
 
     def test_it_streams(self, server: Server, answers: dict[str, str]) -> None:
-        pieces = ask_streaming(server)
+        chunks = [chunk for chunk in ask(server, stream=True) if chunk.choices]
+        pieces = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices[0].delta.content]
         assert len(pieces) > 4
         assert "".join(pieces) == answers[QUESTION]
 
