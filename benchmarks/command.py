@@ -35,14 +35,13 @@ app = typer.Typer(
 def list_cases() -> None:
     """Show all cases."""
 
-    def shown(sizes: Sizes) -> str:
+    def text(sizes: Sizes) -> str:
         return f"{sizes[0]} × {', '.join(f'{length:,}' for length in sizes[1])}"
 
-    made = Table("case", "what", "batch × tokens, CPU", "GPU", "if none is named")
-    default = {case.name for case in choose(DEFAULT)}
+    table = Table("case", "what", "batch × tokens, CPU", "GPU", "if none is named")
     for name, case in CASES.items():
-        made.add_row(name, case.about, shown(case.cpu), shown(case.cuda), "yes" if name in default else "")
-    Console(width=120).print(made)
+        table.add_row(name, case.about, text(case.cpu), text(case.cuda), "yes" if case in choose(DEFAULT) else "")
+    Console(width=120).print(table)
 
 
 @app.command()

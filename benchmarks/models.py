@@ -103,11 +103,12 @@ def trained_model(
     return loaded
 
 
-def compare_logits(loaded: LoadedModel, compute: Callable[[PreTrainedModel, torch.dtype], torch.Tensor]) -> None:
+def compare_logits(loaded: LoadedModel, compute: Callable[[PreTrainedModel], torch.Tensor]) -> None:
     """Raises `CorrectnessError` unless a computation of logits gives those of eager attention."""
-    own = loaded.setting.torch_dtype
-    values = {"logits": compute(loaded.model, own)}
-    compare_with_plain("output", values, lambda dtype: {"logits": compute(loaded.plain(dtype), dtype)}, own)
+    values = {"logits": compute(loaded.model)}
+    compare_with_plain(
+        "output", values, lambda dtype: {"logits": compute(loaded.plain(dtype))}, loaded.setting.torch_dtype
+    )
 
 
 def prefill(loaded: LoadedModel, implementation: str) -> Step:
@@ -116,7 +117,7 @@ def prefill(loaded: LoadedModel, implementation: str) -> Step:
 
     @torch.no_grad()
     def check() -> None:
-        compare_logits(loaded, lambda model, _: model(loaded.short(), logits_to_keep=16).logits)
+        compare_logits(loaded, lambda model: model(loaded.short(), logits_to_keep=16).logits)
 
     @torch.no_grad()
     def run() -> Any:
@@ -132,10 +133,10 @@ def decode(loaded: LoadedModel, implementation: str) -> Step:
 
     @torch.no_grad()
     def check() -> None:
-        def decoded(model: PreTrainedModel, dtype: torch.dtype) -> torch.Tensor:
+        def decoded(model: PreTrainedModel) -> torch.Tensor:
             own = DynamicCache()
             for i, layer in enumerate(cache.layers):
-                keys, values = (tensor[:, :, :CHECKED_CACHE].to(dtype) for tensor in (layer.keys, layer.values))
+                keys, values = (tensor[:, :, :CHECKED_CACHE].to(model.dtype) for tensor in (layer.keys, layer.values))
                 own.update(keys, values, i)
             return model(token, past_key_values=own, use_cache=True).logits
 
@@ -221,6 +222,22 @@ def check_generated(loaded: LoadedModel, prompts: list[list[int]], generated: li
             raise CorrectnessError(f"a generated token's logit is {gap:.1e} deviations below eager attention's largest")
 
 
+def continuation(
+    loaded: LoadedModel,
+    implementation: str,
+    prompts: Callable[[torch.Tensor], list[list[int]]],
+    continued: Callable[[list[list[int]]], list[list[int]]],
+) -> Step:
+    """The greedy continuation of what `prompts` makes of token ids [batch, length]."""
+
+    def check() -> None:
+        checked = prompts(loaded.short())
+        check_generated(loaded, checked, continued(checked))
+
+    tokens = loaded.setting.batch * loaded.setting.new_tokens
+    return loaded.step(partial(continued, prompts(loaded.tokens())), check, tokens, implementation)
+
+
 def greedy(setting: Setting, **more: Any) -> GenerationConfig:
     """Generates so many tokens whatever they are."""
     return GenerationConfig(max_new_tokens=setting.new_tokens, do_sample=False, pad_token_id=0, **more)
@@ -230,15 +247,12 @@ def generate(loaded: LoadedModel, implementation: str, cache_implementation: str
     """Prompts of equal length, continued greedily. The cache is dynamic by default."""
     config = greedy(loaded.setting, cache_implementation=cache_implementation)
 
-    def continued(input_ids: torch.Tensor) -> list[list[int]]:
+    def continued(prompts: list[list[int]]) -> list[list[int]]:
+        input_ids = torch.tensor(prompts, device=loaded.setting.device)
         texts = loaded.model.generate(input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config)
         return texts[:, input_ids.shape[1] :].tolist()
 
-    def check() -> None:
-        check_generated(loaded, loaded.short().tolist(), continued(loaded.short()))
-
-    new_tokens = loaded.setting.batch * loaded.setting.new_tokens
-    return loaded.step(partial(continued, loaded.tokens()), check, new_tokens, implementation)
+    return continuation(loaded, implementation, torch.Tensor.tolist, continued)
 
 
 def continuous(loaded: LoadedModel, implementation: str) -> Step:
@@ -267,9 +281,4 @@ def continuous(loaded: LoadedModel, implementation: str) -> Step:
         )
         return [output.generated_tokens for output in outputs.values()]
 
-    def check() -> None:
-        prompts = shares(loaded.short())
-        check_generated(loaded, prompts, continued(prompts))
-
-    new_tokens = setting.batch * setting.new_tokens
-    return loaded.step(partial(continued, shares(loaded.tokens())), check, new_tokens, implementation)
+    return continuation(loaded, implementation, shares, continued)

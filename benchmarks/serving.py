@@ -73,15 +73,12 @@ SERVERS: dict[Engine, tuple[str, tuple[str, ...]]] = {
 }
 """Engine -> program beside its interpreter, and its options, those of README.md."""
 
-RIVALS: dict[Engine, dict[str, tuple[str, tuple[str, ...]]]] = {
-    "transformers": {"llama": ("llama", ()), "diff": ("diff", ())},
-    "vllm": {
-        "llama": ("llama", ()),
-        "llama, Transformers backend": ("llama", ("--model-impl=transformers",)),
-        "diff": ("diff", ()),
-    },
+RIVALS: dict[Engine, dict[str, tuple[str, ...]]] = {
+    "transformers": {"llama": (), "diff": ()},
+    "vllm": {"llama": (), "llama, Transformers backend": ("--model-impl=transformers",), "diff": ()},
 }
-"""Engine -> server -> its model and options. vLLM has a Llama of its own; ours runs as the second one does."""
+"""Engine -> server, which begins with its model, and its options. vLLM has a Llama of its own; ours runs as the second
+one does."""
 
 VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """GiB of the cache, and every core for whoever is asked, where vLLM would keep one free."""
@@ -294,9 +291,9 @@ def main(
             raise typer.BadParameter(f"Give two folders, LLAMA and DIFF, or none; got {len(models)}.")
         folders = dict(zip(("llama", "diff"), models or smollm2(Path(made)), strict=True))
         servers = {}
-        for name, (model, options) in RIVALS[engine].items():
+        for name, options in RIVALS[engine].items():
             port = free_port()
-            words_of = command(engine, python, folders[model], port, dtype, options)
+            words_of = command(engine, python, folders[name.partition(",")[0]], port, dtype, options)
             LOG.print("Starting", " ".join(words_of))
             log = Path(made, f"{name}.log")
             servers[name] = running.enter_context(serve(words_of, port, words_of[2], log, VARIABLES))
