@@ -308,19 +308,6 @@ class TestWindow:
             assert torch.equal(together, torch.stack(alone)), kind
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("window", [2, 5])
-@torch.no_grad()
-def test_a_token_sees_the_window_of_each_of_two_layers_and_no_further(window: int, implementation: str) -> None:
-    model, input_ids = tiny_model(attn_implementation=implementation, sliding_window=window), tokens(1, LENGTH)
-    logits, seen = model(input_ids).logits[0, -1], []
-    for i in range(LENGTH):
-        other = input_ids.clone()
-        other[0, i] = other[0, i] % 96 + 1
-        seen.append(not torch.equal(model(other).logits[0, -1], logits))
-    assert seen == [i > LENGTH - 2 * window for i in range(LENGTH)]
-
-
 class TestDrafts:
     def test_drafts_of_an_assistant_do_not_change_the_tokens(
         self, model: DiffLlamaForCausalLM, calls: list[int]

@@ -112,7 +112,6 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 assert not failures, failures
 """,
-    "configuration first": "from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig",
     "model first": "from diffllama import DiffLlamaForCausalLM",
 }
 

@@ -30,10 +30,13 @@ CONTENTS = [QUESTION, "w9", "w10 w11 w12 w13 w14 w15 w16 w17 w18 w19 w20", "w6 w
 
 
 @pytest.fixture(scope="module", autouse=True)
-def transformers_as_it_was() -> Iterator[None]:
-    """Takes the class away again that `run` gives to transformers in this process."""
+def process_as_it_was() -> Iterator[None]:
+    """Takes the class away again that `run` gives to transformers in this process, and its handlers of signals."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     vars(model_manager.transformers).pop(DiffLlamaForCausalLM.__name__, None)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
@@ -133,15 +136,6 @@ class InProcess:
     def complete(self, prompt: str = "w6 w7", **fields: Any) -> Any:
         body = {"model": str(self.folder), "prompt": prompt, "max_tokens": 4, "temperature": 0} | fields
         return self.client.post("/v1/completions", json=body)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def handlers() -> Iterator[None]:
-    """Restores what a server in this process changes."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module", params=[[], BATCHING], ids=["one by one", "in continuous batches"])
