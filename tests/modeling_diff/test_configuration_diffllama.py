@@ -496,34 +496,19 @@ def test_any_configuration_is_refused_by_name_or_decodes_as_its_whole_forward_do
         torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-9, atol=1e-9 * float(whole.abs().max()))
 
 
-@st.composite
-def geometries(draw: st.DrawFn) -> dict[str, Any]:
-    """Fields of a valid configuration of any geometry."""
-    variant = draw(st.sampled_from(VARIANTS))
-    heads = draw(st.integers(1, 64))
-    return {
-        "variant": variant,
-        "hidden_size": draw(st.integers(1, 8192)),
-        "num_attention_heads": 2 * heads,
-        "num_key_value_heads": draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0])),
-        "head_dim": draw(st.integers(1, 128)) * (4 if variant == "v1" else 2),
-    }
-
-
-@given(geometries())
-def test_any_valid_geometry_is_accepted_and_survives_json(fields: dict[str, Any]) -> None:
-    config = tiny_config(**fields)
+@given(st.data(), st.sampled_from(VARIANTS), st.integers(1, 64), st.booleans())
+def test_any_valid_geometry_is_accepted_and_survives_json(
+    data: st.DataObject, variant: str, heads: int, by_default: bool
+) -> None:
+    key_value_heads = data.draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
+    head_dim = data.draw(st.integers(1, 128)) * (4 if variant == "v1" else 2)
+    fields = {"num_key_value_heads": key_value_heads, "head_dim": head_dim, "hidden_size": 8192}
+    if by_default:  # both follow from the width
+        key_value_heads, head_dim = heads, 4 * data.draw(st.integers(1, 32))
+        fields = {"num_key_value_heads": None, "head_dim": None, "hidden_size": head_dim * heads}
+    config = tiny_config(variant, num_attention_heads=2 * heads, **fields)
     assert reread(config) == config
-    assert [getattr(config, name) for name in GEOMETRY] == [fields[name] for name in GEOMETRY]
-    assert config.rotary_dim == (fields["head_dim"] // 2 if fields["variant"] == "v1" else fields["head_dim"])
+    assert [getattr(config, name) for name in GEOMETRY] == [2 * heads, key_value_heads, head_dim]
+    assert config.rotary_dim == (head_dim // 2 if variant == "v1" else head_dim)
     assert config.rotary_config().head_dim == config.rotary_dim
     assert config.rotary_dim % 2 == 0
-
-
-@given(geometries(), st.integers(1, 32))
-def test_head_dim_and_key_value_heads_follow_from_the_width(fields: dict[str, Any], quarter: int) -> None:
-    heads = fields["num_attention_heads"] // 2
-    fields |= {"head_dim": None, "num_key_value_heads": None, "hidden_size": 4 * quarter * heads}
-    config = tiny_config(**fields)
-    assert (config.num_key_value_heads, config.head_dim) == (heads, 4 * quarter)
-    assert reread(config) == config
