@@ -35,18 +35,17 @@ def write_repository(dest: Path) -> None:
         raise FileExistsError(f"{dest} exists. Name another folder, or remove it.")
     general = tomllib.loads((SOURCE / "build.toml").read_text(encoding="utf-8"))["general"]
     module = general["name"].replace("-", "_")
-    code = sorted((SOURCE / "torch-ext" / module).glob("*.py"))
-    digests = {file.name: hashlib.sha256(file.read_bytes()).digest() for file in code}
+    sources = SOURCE / "torch-ext" / module
+    digests = {file.name: hashlib.sha256(file.read_bytes()).digest() for file in sorted(sources.glob("*.py"))}
     version_id = hashlib.sha256(b"".join(digests.values())).hexdigest()[:7]
     dest.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=dest.parent) as work:
         new = Path(work, "new")
-        places = [new / "torch-ext" / module, *(new / "build" / f"torch-{name}" for name in general["backends"])]
-        for place in places:
-            place.mkdir(parents=True)
-            for file in code:
-                shutil.copyfile(file, place / file.name)
-        for name, place in zip(general["backends"], places[1:], strict=True):
+        code_only = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(sources, new / "torch-ext" / module, ignore=code_only)
+        for name in general["backends"]:
+            build = new / "build" / f"torch-{name}"
+            shutil.copytree(sources, build, ignore=code_only)
             metadata = {
                 "id": f"_{module}_{name}_{version_id}",
                 **{field: general[field] for field in ("name", "version", "license")},
@@ -57,7 +56,7 @@ def write_repository(dest: Path) -> None:
                     "files": {file: base64.b64encode(digest).decode() for file, digest in digests.items()},
                 },
             }
-            (place / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
+            (build / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
         for name in ("build.toml", "README.md"):
             shutil.copyfile(SOURCE / name, new / name)
         shutil.copyfile(SOURCE.parent / "LICENSE", new / "LICENSE")
