@@ -39,18 +39,16 @@ THEIRS = transformers.DiffLlamaConfig(
 )
 
 
-def random_weights(names: Weights) -> Weights:
-    """Values for tensors on the meta device: norms around 1, all else around 0."""
+def random_weights(config: PreTrainedConfig, weight_map: WeightMap | None = None) -> Weights:
+    """Values for a model's tensors, or for what a weight map makes of them: norms around 1, all else around 0."""
+    tensors = dict(meta_model(config).state_dict())
+    if weight_map is not None:
+        tensors = converted(tensors, weight_map, config)
     generator = torch.Generator().manual_seed(0)
     return {
         name: ("norm" in name or "subln" in name) + 0.1 * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in names.items()
+        for name, tensor in tensors.items()
     }
-
-
-def shapes(config: PreTrainedConfig) -> Weights:
-    """Names and shapes of a model's tensors, on the meta device."""
-    return dict(meta_model(config).state_dict())
 
 
 def model_logits(config: PreTrainedConfig) -> Logits:
@@ -85,12 +83,6 @@ def heads_in_blocks(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tens
     return torch.cat((tensor, tensor))
 
 
-def in_blocks(weight_map: WeightMap) -> WeightMap:
-    """The weight map of Llama with `heads_in_blocks`."""
-    query = "model.layers.{i}.self_attn.q_proj.weight"
-    return {**weight_map, query: Rule(query, (heads_in_blocks,))}
-
-
 def converted(weights: Weights, weight_map: WeightMap, config: DiffLlamaConfig) -> Weights:
     """Applies a weight map, with our configuration."""
     steps = plan({name: tensor.to("meta") for name, tensor in weights.items()}, weight_map, config)
@@ -103,46 +95,48 @@ def rows() -> list[tuple[str, str, float, float]]:
 
     def add(
         conversion: str, weights: Weights, source: Logits, result: Logits, config: DiffLlamaConfig,
-        maps: dict[str, WeightMap], new: Weights,
+        maps: dict[str, WeightMap], new: Weights | None = None,
     ) -> None:  # fmt: skip
         expected = source(weights)
         for left_out, weight_map in maps.items():
-            got = result(converted(weights, weight_map, config) | new)
-            found = measure([expected], [got], None, "logits")
-            table.append((conversion, left_out, found.max_difference / found.largest_output, 1 - found.same_top_token))
+            got = result(converted(weights, weight_map, config) | (new or {}))
+            difference = measure([expected], [got], None, "logits")
+            share = difference.max_difference / difference.largest_output
+            table.append((conversion, left_out, share, 1 - difference.same_top_token))
 
-    source, chosen = baseline(V2), llama.WEIGHT_MAPS["v2"]
+    source, right = baseline(V2), llama.WEIGHT_MAPS["v2"]
+    query = "model.layers.{i}.self_attn.q_proj.weight"
     add(
-        "llama → V2", random_weights(shapes(source)), model_logits(source), model_logits(V2), V2,
-        {"nothing": chosen, "doubling o_proj": without(chosen, operations.double),
-         "neighbours: heads copied in blocks": in_blocks(chosen)},
+        "llama → V2", random_weights(source), model_logits(source), model_logits(V2), V2,
+        {"nothing": right, "doubling o_proj": without(right, operations.double),
+         "neighbours: heads copied in blocks": {**right, query: Rule(query, (heads_in_blocks,))}},
         {name: make() for name, make in llama.new_weights(V2).items()},
     )  # fmt: skip
-    chosen = transformers_diffllama.FROM_TRANSFORMERS
+    right = transformers_diffllama.FROM_TRANSFORMERS
     ours = transformers_diffllama.convert_config(THEIRS)
     add(
-        "transformers → V1", random_weights(shapes(THEIRS)), model_logits(THEIRS), model_logits(ours), ours,
-        {"nothing": chosen, "halves → neighbours": without(chosen, operations.neighbours_from_halves)}, {},
+        "transformers → V1", random_weights(THEIRS), model_logits(THEIRS), model_logits(ours), ours,
+        {"nothing": right, "halves → neighbours": without(right, operations.neighbours_from_halves)},
     )  # fmt: skip
-    chosen = transformers_diffllama.TO_TRANSFORMERS_WITH_NORM
+    right = transformers_diffllama.TO_TRANSFORMERS_WITH_NORM
     add(
-        "V1 → transformers", random_weights(shapes(V1)), model_logits(V1), model_logits(THEIRS), V1,
-        {"nothing": chosen, "neighbours → halves": without(chosen, operations.halves_from_neighbours),
-         "folding the head norm": without(chosen, operations.fold_head_norm)}, {},
+        "V1 → transformers", random_weights(V1), model_logits(V1), model_logits(THEIRS), V1,
+        {"nothing": right, "neighbours → halves": without(right, operations.halves_from_neighbours),
+         "folding the head norm": without(right, operations.fold_head_norm)},
     )  # fmt: skip
     for config, gqa_layout, title in (
         (V1, "grouped", "unilm-v1 → V1"), (V1, "repeated", "unilm-v1, repeated keys → V1"),
         (V2, "grouped", "unilm-v2 → V2"),
     ):  # fmt: skip
-        chosen = unilm.FROM_UNILM[config.diff_variant, gqa_layout]
-        maps = {"nothing": chosen, "interleaved → half": without(chosen, operations.half_from_interleaved)}
-        theirs = converted(shapes(config), unilm.TO_UNILM[config.diff_variant], config)
+        right = unilm.FROM_UNILM[config.diff_variant, gqa_layout]
+        maps = {"nothing": right, "interleaved → half": without(right, operations.half_from_interleaved)}
         ours = PLAIN_V1 if gqa_layout == "repeated" else config
-        weights, source = random_weights(theirs), unilm_logits(config, gqa_layout)
-        add(title, weights, source, model_logits(ours), ours, maps, {})
+        weights = random_weights(config, unilm.TO_UNILM[config.diff_variant])
+        expected = unilm_logits(config, gqa_layout)
+        add(title, weights, expected, model_logits(ours), ours, maps)
         if gqa_layout == "repeated":
             wrong = {"its keys: taken for grouped ones": unilm.FROM_UNILM["v1", "grouped"]}
-            add(title, weights, source, model_logits(V1), V1, wrong, {})
+            add(title, weights, expected, model_logits(V1), V1, wrong)
     return table
 
 
