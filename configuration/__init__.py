@@ -31,7 +31,7 @@ def _entries(kind: str) -> dict[str, dict[str, Any]]:
 def _entry(kind: str, name: str) -> dict[str, Any]:
     """One of them, which may be changed. Raises `ValueError` if there is none of that name."""
     entries = _entries(kind)
-    if name not in entries:
+    if name not in list(entries):  # a file may name a list, which no dictionary can look up
         raise ValueError(f"No {kind} {name!r}. Known: {', '.join(entries)}.")
     return copy.deepcopy(entries[name])
 
