@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diffllama.checkpoints.folders import check_free, new_folder, remove_leftovers
+from diffllama.checkpoints.folders import LOCK, check_free, new_folder, remove_leftovers, work_prefix
 from support.llama_checkpoints import snapshot
 
 
@@ -276,7 +276,10 @@ def test_folder_of_a_living_process_is_left_alone(dest: Path) -> None:
 
 
 def test_hidden_folders_of_others_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / ".dest.12345678" / "new").mkdir(parents=True)
+    for number, name in enumerate(("new", LOCK)):  # without a lock, and locked before anything is in it
+        theirs = tmp_path / f"{work_prefix(tmp_path / 'dest')}0000000{number}" / name
+        theirs.parent.mkdir()
+        (theirs.touch if name == LOCK else theirs.mkdir)()
     for name in ("dest.more", "x" * 60, "x" * 61):
         replace_and_be_killed(tmp_path / name, "in the block")
     before = snapshot(tmp_path)

@@ -89,6 +89,8 @@ FILES: dict[str, tuple[str, bytes, str]] = {
     "pickle as vocabulary": ("tokenizer.model", PICKLE, "pickle"),
     "pickle as picture": ("pickle.png", PICKLE, "pickle"),
     "pickle of numpy": ("array.npy", b"\x93NUMPY", "pickle"),
+    "pickle of harmless classes": ("notes", pickle.dumps(Path("x")), "pickle"),
+    "pickle by its suffix in capitals": ("optimizer.PT", b"", "pickle"),
     "pickle of INST": ("inst.dat", b"(S'echo x'\nios\nsystem\n.", "pickle"),
     "weights of torch": ("pytorch_model.bin", ZIP, "pickle"),
     "optimizer": ("checkpoint-5/optimizer.pt", ZIP, "pickle"),
@@ -108,6 +110,8 @@ FILES: dict[str, tuple[str, bytes, str]] = {
     "ELF as text": ("USE_POLICY.md", ELF, "program"),
     "program of Windows": ("setup.txt", b"MZ\x90\0", "program"),
     "program of macOS": ("setup", b"\xcf\xfa\xed\xfe", "program"),
+    "static library": ("x.a", b"!<arch>\n", "program"),
+    "Java": ("X.class", b"\xca\xfe\xba\xbe\0\0", "program"),
     "script under another name": ("run.txt", b"#!/usr/bin/env python\n", "program"),
     "bytecode": ("__pycache__/x.cpython-311.pyc", b"\xa7\r\r\n", "unknown-file"),
     "WebAssembly": ("x.wasm", b"\0asm\1\0\0\0", "program"),
@@ -118,6 +122,7 @@ FILES: dict[str, tuple[str, bytes, str]] = {
     "adapter in a folder": ("lora/adapter_config.json", b"{}", "adapter"),
     "weights of another model": ("other.safetensors", safetensors_bytes(), "unknown-file"),
     "ONNX": ("model.onnx", b"\x08\x07\x12\x07pytorch", "unknown-file"),
+    "vocabulary in a folder": ("other/x.tiktoken", b"IQ== 0\n", "unknown-file"),
     "GGUF": ("model.gguf", b"GGUF\3\0\0\0" + bytes(64), "unknown-file"),
     "processor": ("preprocessor_config.json", b'{"auto_map": {"AutoProcessor": "x.Y"}}', "auto-map"),
     # code
@@ -421,6 +426,10 @@ NOTES: dict[str, tuple[Callable[[Path], None], str]] = {
         config(dtype="bfloat16"),
         "model.safetensors.index.json:weights: has torch.float32, and `dtype` in config.json is torch.bfloat16",
     ),
+    "no dtype": (
+        config(dtype=None),
+        "model.safetensors.index.json:weights: has torch.float32, and `dtype` in config.json is None",
+    ),
     "contradicting settings": (
         fields("generation_config.json", do_sample=False, temperature=0.5),
         "generation_config.json:generation: GenerationConfig is invalid",
@@ -499,6 +508,7 @@ SOUND: dict[str, bytes | str] = {
     "tokenizer.model": SENTENCEPIECE,
     "spiece.model": SENTENCEPIECE + SENTENCEPIECE,
     "vocab.json": '{"a": 0, "/home/me": 1, "sk-learn-contrib-lightning-estimators": 2}',
+    "tekken.json": '{"vocab": [{"token_str": "/home/me"}]}',
     "merges.txt": "#version: 0.2\nc at\n/home /me\n",
     "vocab.txt": "config\nfoo\n/tmp/x\n",
     "x.tiktoken": "IQ== 0\nIg== 1\n",
@@ -529,6 +539,11 @@ def test_sound_folder_has_no_findings(folder: Path) -> None:
     for name, content in SOUND.items():
         plant(folder, name, content)
     plant(folder, "tokenizer.json", (folder / "tokenizer.json").read_text().replace('"w95"', '"/home/me/x"'))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    added = tokenizer["added_tokens"][0] | {"id": 95, "content": "/home/me/x"}
+    edit(folder, "tokenizer.json", added_tokens=[*tokenizer["added_tokens"], added])
+    edit(folder, "tokenizer_config.json", chat_template="{# /home/me/x #}")
+    edit(folder, "config.json", is_causal=True)
     assert inspect(folder) == []
 
 
