@@ -71,6 +71,10 @@ class TestAverage:
         for model in row["models"]:
             assert model["x"]["high"] - model["x"]["low"] > 0.3
 
+    def test_resampled_values_keep_their_weights(self) -> None:
+        row = only(average([outcomes(*4 * [0, 1], weights=4 * (1, 1e-9))], seed=0, intervals=True))
+        assert row["models"][0]["x"]["high"] == pytest.approx(0, abs=1e-6)
+
     def test_sample_counts_where_every_model_has_it(self) -> None:
         one, other = outcomes(1, 2, 3, 100), outcomes(5, 6, 7, 8)
         del one["s0"], other["s3"]
@@ -82,7 +86,7 @@ class TestAverage:
     def test_condition_missing_in_one_model_is_left_out(self) -> None:
         one = {name: Outcome(name, outcome.measurements * 2) for name, outcome in outcomes(1, 2, at=1).items()}
         for outcome in one.values():
-            outcome.measurements[1] = Measurement({"at": 2}, {"x": 9})
+            outcome.measurements[0] = Measurement({"at": 2}, {"x": 9})
         assert [row["condition"] for row in average([one, outcomes(1, 2, at=1)], seed=0, intervals=False)] == [
             {"at": 1}
         ]

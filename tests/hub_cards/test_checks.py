@@ -158,6 +158,7 @@ FILES: dict[str, tuple[str, bytes, str]] = {
     "path in code": ("where.py", b"PATH = '/scratch/me/x'\n", "path"),
     "path of Windows": ("windows.txt", b"C:\\Users\\me\\x", "path"),
     "path in JSON": ("path.json", b'{"a": {"path": "/data/llama/weights"}}', "path"),
+    "path of another disk in JSON": ("disk.json", b'{"x": "D:\\\\models\\\\x"}', "path"),
     "path of Windows in JSON": ("windows.json", b'{"cmd": "C:\\\\Users\\\\me\\\\out"}', "path"),
     "path in a command": ("command.json", b'{"cmd": "train --out /home/me/out"}', "path"),
     # broken

@@ -66,6 +66,8 @@ class TestAllow:
         assert (unknown.severity, str(unknown)) == ("note", "notes/a.txt:unknown-file: is not (allowed)")
         assert secret == self.FINDINGS[1]
         assert apply_allowlist([unknown], ["notes/a.txt:unknown-file"]) == [unknown]
+        (named,) = apply_allowlist([Finding("a[1].txt", "is not", "unknown-file")], ["a[1].txt:unknown-file"])
+        assert named.severity == "note"
 
     @pytest.mark.parametrize("entry", ["figure.svg:unknown-file", "notes/a.txt:size", "*:program"])
     def test_entry_without_a_match_is_an_error(self, entry: str) -> None:

@@ -163,6 +163,9 @@ def test_another_dataset_or_tokenizer_of_the_same_name_is_not_taken_for_the_same
             return "Slow()"
 
     assert fingerprint(Slow(a=1), 4, files="a") != fingerprint(Slow(a=2), 4, files="a")
+    other_end = Slow(a=1)
+    other_end.eos_token_id = END + 1
+    assert fingerprint(Slow(a=1), 4, files="a") != fingerprint(other_end, 4, files="a")
 
 
 def test_dataset_of_the_hub_is_read_at_one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
