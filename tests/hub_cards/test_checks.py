@@ -465,6 +465,13 @@ def test_spoiled_folder_is_an_error(what: str, folder: Path) -> None:
     assert len(findings) == SEVERAL.get(what, 1), findings
 
 
+def test_arguments_are_checked_before_files(folder: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere is not a folder"):
+        check(folder / "nowhere")
+    with pytest.raises(ValueError, match="must be FILE:RULE"):
+        check(folder, allow=["README.md"])
+
+
 @pytest.mark.parametrize("what", NOTES)
 def test_harmless_oddity_is_a_note(what: str, folder: Path) -> None:
     change, expected = NOTES[what]

@@ -349,4 +349,6 @@ class TestRefusals:
                 push(folder, REPO, revision=revision)
         with pytest.raises(ValueError, match="`create_pr` or `revision`"):
             push(folder, REPO, revision="dev", create_pr=True)
+        with pytest.raises(ValueError, match="must be `owner/name`"):
+            push(folder, "model")
         assert model(hub).refs == refs

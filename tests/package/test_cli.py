@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 import diffllama
 from diffllama import DiffLlamaForCausalLM, __main__
-from diffllama.checkpoints.errors import CheckpointError
+from diffllama.checkpoints.errors import CheckpointError, VerificationError
 from diffllama.cli import app, main
-from diffllama.hub_cards.findings import Finding
+from diffllama.hub_cards.findings import Finding, FolderError
 from diffllama.hub_cards.upload import UploadPlan, UploadResult
 from support.llama_checkpoints import REFUSALS, Refusal, llama, prepared, snapshot
 from support.tiny_models import tiny_model
@@ -204,6 +204,8 @@ def test_debug_shows_the_traceback_of_any_command(
         (ValueError("two\n lines"), "ValueError: two lines"),
         (ModuleNotFoundError("no lm_eval"), "ModuleNotFoundError: no lm_eval"),
         (CheckpointError("a list:\n  one"), "CheckpointError: a list:\n  one"),
+        (FolderError("a list:\n  one"), "FolderError: a list:\n  one"),
+        (VerificationError("two\n  lines"), "VerificationError: two\n  lines"),
         (
             StrictDataclassFieldValidationError("x", ValueError("`x` must be 1, got 2.")),
             "StrictDataclassFieldValidationError: Validation error for field 'x': ValueError: `x` must be 1, got 2.",

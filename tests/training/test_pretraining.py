@@ -504,6 +504,7 @@ def test_nan_stops_pretraining_and_names_the_step(monkeypatch: pytest.MonkeyPatc
         ({"model": MODEL | {"max_position_embeddings": 8}}, "8 at most, the `model.max_position_embeddings`, got 16"),
         ({"data": {"files": "texts", "evaluation_sequences": "4"}}, "`data.evaluation_sequences` must be a valid int"),
         ({"data": {"files": "texts", "evaluation_sequences": 4}}, "need each other; only one is set"),
+        (training(eval_strategy="epoch"), "need each other; only one is set"),
         ({"data": {"files": []}}, r"`data.files` must be a path, folder or pattern, or a list of them, got \[\]"),
         ({"training": {"per_device_train_batch_size": 0, "output_dir": "x"}}, r"`per_device_train_batch_size` 0 ×"),
         ({"training": {"learning_rate": "fast", "output_dir": "x"}}, "`learning_rate` must be a valid number, got"),
