@@ -509,6 +509,10 @@ def test_nan_stops_pretraining_and_names_the_step(monkeypatch: pytest.MonkeyPatc
         ({"training": {"per_device_train_batch_size": 0, "output_dir": "x"}}, r"`per_device_train_batch_size` 0 ×"),
         ({"training": {"learning_rate": "fast", "output_dir": "x"}}, "`learning_rate` must be a valid number, got"),
         (training(save_only_model=True), "`training.save_only_model` must be false"),
+        (
+            training(load_best_model_at_end=True, save_total_limit=1, eval_strategy="steps"),
+            "`training.save_total_limit` must be 2 at least",
+        ),
         ({"training": {"output_dir": "texts/1.txt", "use_cpu": True}}, r"must be a folder, texts/1\.txt is a file"),
         ("model: {}\nmodel: {}", "found duplicate key .model."),
         ({"recipe": ["scaling"]}, r"No recipe \['scaling'\]"),
