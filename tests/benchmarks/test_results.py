@@ -7,7 +7,8 @@ from rich.console import Console
 
 from benchmarks.cases import CASES, Case
 from benchmarks.cost import FLOPS
-from benchmarks.implementations import Setting, implementations
+from benchmarks.implementations import REFERENCE, Setting, implementations
+from benchmarks.measure import Step
 from benchmarks.results import measure, shown
 
 
@@ -35,14 +36,15 @@ def printed(case: Case, record: dict[str, Any]) -> str:
 def test_every_implementation_is_timed_in_turn_and_ratios_are_of_what_is_printed(functions: dict[str, Any]) -> None:
     compared = implementations(SETTING)
     # rounds: llama, transformers, V1, V2; transformers, V1, V2, llama; V1, V2, llama, transformers
-    clock = milliseconds(10, 15, 12, 11, 16, 12, 11, 10, 24, 26, 20, 30)
+    clock = milliseconds(20, 30, 24, 26, 16, 12, 11, 10, 12, 11, 10, 15)
     record = measure(CASES["model/train"], SETTING, compared, rounds=3, clock=clock)
     assert (record["case"], record["shape"], record["batch"], record["length"]) == ("model/train", "tiny", 2, 33)
     assert record["refused"] == {}
+    assert "by_arithmetic" not in record
     rows = record["implementations"]
     assert list(rows) == list(map(str, compared))
     v1 = rows["ours V1, sdpa"]
-    assert v1["milliseconds"] == {"median": 12, "least": 12, "most": 24, "rounds": [12, 12, 24]}
+    assert v1["milliseconds"] == {"median": 12, "least": 12, "most": 24, "rounds": [24, 12, 12]}
     assert v1["ratio"] == pytest.approx({"median": 1.2, "least": 1.2, "most": 1.2})
     assert v1["tokens_per_second"] == pytest.approx(66 / 0.012)
     assert v1["goal"] == {"at_most": None, "below": pytest.approx(1.5), "met": True}
@@ -52,6 +54,14 @@ def test_every_implementation_is_timed_in_turn_and_ratios_are_of_what_is_printed
     text = printed(CASES["model/train"], record)
     for expected in ("12 (12 to 24)", "1.20 (1.20 to 1.20)", "1.10 (1.10 to 1.30)", "< 1.50: met", "5,500"):
         assert expected in text
+
+
+def test_every_call_that_is_timed_is_prepared() -> None:
+    done: list[str] = []
+    step = Step(lambda: done.append("run"), lambda: None, 1, before=lambda: done.append("prepared"))
+    case = Case("model/none", "", lambda *_: None, lambda *_: step, (1, [1]), (1, [1]))
+    measure(case, SETTING, [REFERENCE], 2, milliseconds(1, 1))
+    assert done[-4:] == ["prepared", "run"] * 2
 
 
 def test_an_implementation_with_wrong_outputs_is_refused_and_not_timed(functions: dict[str, Any]) -> None:
@@ -71,11 +81,12 @@ def test_an_implementation_that_cannot_compute_it_is_refused_with_its_message(fu
     functions["fused"] = broken
     record = measure(CASES["attention/decode"], SETTING, implementations(SETTING), 1, milliseconds(1, 2, 3))
     assert record["refused"]["ours V1, fused"] == "NotImplementedError: heads of 32 are too small"
+    assert set(record["refused"]) == {"ours V1, fused", "ours V2, fused"}
     assert list(record["implementations"]) == ["llama, sdpa", "ours V1, sdpa", "ours V2, sdpa"]
 
 
 def test_without_the_llama_nothing_is_timed(functions: dict[str, Any]) -> None:
-    functions["sdpa"] = lambda *args, **kwargs: (torch.zeros(1), None)
+    functions["fused"], functions["sdpa"] = functions["sdpa"], lambda *args, **kwargs: (torch.zeros(1), None)
     record = measure(CASES["attention/prefill"], SETTING, implementations(SETTING), 1, milliseconds())
     assert record["implementations"] == {}
     assert "llama, sdpa" in record["refused"]

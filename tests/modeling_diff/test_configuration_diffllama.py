@@ -29,6 +29,7 @@ GEOMETRY = ("num_attention_heads", "num_key_value_heads", "head_dim")
 SIZES = (
     *GEOMETRY, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings",
 )  # fmt: skip
+SWITCHES = ("head_norm", "head_norm_affine", "attention_bias", "mlp_bias", "use_qk_norm", "use_cache")
 
 
 def saved(config: DiffLlamaConfig, folder: Path) -> dict[str, Any]:
@@ -266,6 +267,8 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ),
     ({"hidden_size": 64.0}, ("'hidden_size'", "float (value: 64.0)", "int")),
     ({"vocab_size": True}, ("'vocab_size'", "bool (value: True)", "int")),
+    *(({name: None}, (f"'{name}'", "NoneType")) for name in ("num_attention_heads", "hidden_act", *SWITCHES)),
+    *(({name: "no"}, (f"'{name}'", "str (value: 'no')")) for name in ("attention_out_bias", *SWITCHES)),
     ({"rms_norm_eps": "1e-6"}, ("'rms_norm_eps'", "str (value: '1e-6')", "float")),
     ({"eos_token_id": ["</s>"]}, ("'eos_token_id'", "'</s>'", "int")),
     ({"rope_parameters": [1.0]}, ("'rope_parameters'", "list (value: [1.0])", "dict")),
