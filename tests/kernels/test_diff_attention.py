@@ -71,9 +71,12 @@ class Pages:
 
 @pytest.mark.parametrize(
     ("lengths", "options", "by_sdpa"),
-    [((0, 1, 3), {}, False), ((0, 3), {}, True), ((0, 1, 3), {"sliding_window": 2}, True)],
-    ids=["two requests", "one request", "window"],
-)
+    [
+        ((0, 1, 3), {}, False), ((0, 3), {}, True), ((0, 1, 3), {"sliding_window": 2}, True),
+        ((0, 1, 3), {"dropout": 0.1}, True),
+    ],
+    ids=["two requests", "one request", "window", "dropout"],
+)  # fmt: skip
 def test_continuous_batching_of_several_requests_uses_varlen(
     lengths: tuple[int, ...], options: dict[str, Any], by_sdpa: bool
 ) -> None:
@@ -114,6 +117,23 @@ def test_diff_attention_gives_the_truths_outputs_and_gradients(
         torch.testing.assert_close(gradient.double(), true_gradient, **tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=["blocks", "sdpa"])
+def test_without_a_mask_nothing_after_the_queries_own_keys_is_seen_unless_all_are(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 3, 8, generator=draw).to(dtype) for heads in (4, 2, 2))
+    room = torch.full((2, 2, 2, 8), torch.nan, dtype=dtype)  # of a static cache
+
+    def attend(*tensors: torch.Tensor, mask: Any = None, dropout: float = 0.0, **options: Any) -> torch.Tensor:
+        module, options = SimpleNamespace(map_dim=8), options | {"differential_lambda": torch.ones(1, dtype=dtype)}
+        return flash_attn_forward(module, query, *tensors, mask, 1.0, dropout, **options)[0]
+
+    causal = attend(key, value)
+    assert torch.equal(attend(torch.cat((key, room), 2), torch.cat((value, room), 2)), causal)
+    every = attend(key, value, mask=MASK.to(dtype) - 1)  # added: computed by sdpa
+    torch.testing.assert_close(attend(key, value, is_causal=False), every)
+    assert not torch.equal(attend(key, value, is_causal=False, dropout=0.5), every)
+
+
 @pytest.mark.parametrize("padding", [None, [[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]]], ids=["no padding", "padding"])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize(("first", "queries"), [(0, 6), (4, 2)])
@@ -141,7 +161,11 @@ def test_key_intervals_of_a_mask_with_holes_are_none(monkeypatch: pytest.MonkeyP
     assert key_intervals(hole.logical_not(), may_have_holes=False) is not None
 
 
-@pytest.mark.parametrize("mask", [None, MASK.tril(), key_intervals(MASK.tril())], ids=["causal", "mask", "intervals"])
+@pytest.mark.parametrize(
+    "mask",
+    [None, MASK.tril(), MASK[:1].tril(), key_intervals(MASK.tril())],
+    ids=["causal", "mask", "mask of all rows", "intervals"],
+)
 def test_a_gpus_masks_give_what_blocks_do(mask: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernels.HAS_TRITON:
         pytest.skip("needs triton")

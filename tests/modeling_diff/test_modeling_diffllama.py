@@ -361,6 +361,9 @@ def test_is_causal_of_a_call_goes_before_that_of_the_layers(implementation: str)
         assert relative_error(logits, true_logits(model, input_ids, both, torch.float64)) <= 1e-5
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
+    every = Batch(None, given.position_ids, torch.ones_like(given.visible), given.real)
+    logits = model(input_ids, attention_mask={"full_attention": None}).logits  # prepared, and none is needed
+    assert relative_error(logits, true_logits(model, input_ids, every, torch.float64)) <= 1e-5
     logits = model(input_ids, is_causal=True).logits
     assert relative_error(logits, true_logits(model, input_ids, given, torch.float64)) <= 1e-5
 
