@@ -341,6 +341,7 @@ def test_where_attention_is_not_causal_tokens_see_those_behind_them(
 @torch.no_grad()
 def test_only_the_layers_that_are_not_causal_look_ahead_and_only_in_their_window(implementation: str) -> None:
     model, input_ids = tiny_model(attn_implementation=implementation, **WINDOW), tokens(1, 13)
+    assert [layer.self_attn.sliding_window for layer in model.model.layers] == [None, 4]  # as flash attention is told
     model.model.layers[1].self_attn.is_causal = False  # the one with a window of 4
     logits, seen = model(input_ids).logits[0, 4], []
     for i in range(13):
