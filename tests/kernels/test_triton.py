@@ -217,6 +217,18 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_input_that_alone_needs_a_gradient_gets_it(name: str) -> None:
+    given = inputs("v2", "causal", n=20, m=20)
+    leaves = [x.detach().requires_grad_(own == name) for own, x in zip(NAMES[1:], given.differentiable, strict=True)]
+    output = triton_attention(*leaves, None, given.map_dim, given.scaling)
+    output.sum().backward()
+    (gradient,) = (leaf.grad for leaf in leaves if leaf.requires_grad)
+    triton_attention(*given.differentiable, None, given.map_dim, given.scaling).sum().backward()
+    assert torch.equal(gradient, given.differentiable[NAMES.index(name) - 1].grad)
+
+
+@needs_triton
 @pytest.mark.gpu  # the interpreter runs one program after another
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_have_equal_bits_in_every_run(variant: str) -> None:
