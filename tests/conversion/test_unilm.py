@@ -15,7 +15,7 @@ from diffllama.checkpoints.errors import CheckpointError
 from diffllama.checkpoints.models import expected_tensors
 from diffllama.conversion import unilm, unilm_reference
 from diffllama.conversion.unilm import FROM_UNILM, TO_UNILM
-from support.llama_checkpoints import apply, save_model, snapshot, verification
+from support.llama_checkpoints import add_tokenizer, apply, save_model, snapshot, verification
 from support.tiny_models import VARIANTS, tiny_config, tokens
 
 
@@ -99,7 +99,9 @@ def test_whole_model_computes_what_unilms_formulas_do(
     variant: str, key_value_heads: int, tied: bool, tmp_path: Path
 ) -> None:
     weights = model(variant, key_value_heads, tied)
-    folder = convert(write(tmp_path / "src", weights), tmp_path / "dest", source=f"unilm-{variant}", verify=True)
+    add_tokenizer(write(tmp_path / "src", weights))
+    folder = convert(tmp_path / "src", tmp_path / "dest", source=f"unilm-{variant}", verify=True)
+    assert (folder / "tokenizer.json").is_file()
     assert_close(reference(weights, variant), logits(folder))
     assert verification(folder)["passed"] is True
     assert verification(folder)["max_difference"] <= 1e-5
@@ -147,6 +149,12 @@ def test_transformers_does_not_take_a_unilm_folder_for_its_own(tmp_path: Path) -
     with pytest.raises(ValueError, match="unilm-v2"):
         AutoModelForCausalLM.from_pretrained(folder)
     assert not list(folder.glob("*.py"))
+
+
+def test_rotation_scaled_by_yarn_is_verified(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    source = save_model(tmp_path / "src", tiny_config("v2", rope_parameters=yarn))
+    assert verification(convert(source, tmp_path / "dest", target="unilm-v2", verify=True))["passed"] is True
 
 
 def test_norm_without_weight_becomes_one_with_ones(tmp_path: Path) -> None:
@@ -212,6 +220,7 @@ def test_attention_modules_alone_are_converted_in_every_form(variant: Any, form:
     assert_close(torch.cat(expected), unilm.attention_outputs(folder, config, torch.float32, "eager")[0])
     assert verification(folder)["compared"] == "attention outputs"
     assert verification(folder)["passed"] is True
+    assert len(json.loads((folder / "conversion.json").read_text())["source"]["index_sha256"]) == 64
     assert "attention.safetensors" in (folder / "README.md").read_text()
 
 
@@ -250,13 +259,14 @@ def with_config(content: str | None) -> Callable[[Path], Path]:
     return prepare
 
 
-def files(*names: str) -> Callable[[Path], Path]:
-    """A folder of attention modules in files with these names."""
+def files(*names: str, prefix: str = "") -> Callable[[Path], Path]:
+    """A folder of attention modules in files with these names, with a prefix before the names of tensors."""
 
     def prepare(folder: Path) -> Path:
         (folder / "src").mkdir()
         for i, name in enumerate(names):
-            torch.save(attention("v1", 2, seed=i), folder / "src" / name)
+            weights = {prefix + key: tensor for key, tensor in attention("v1", 2, seed=i).items()}
+            torch.save(weights, folder / "src" / name)
         return folder / "src"
 
     return prepare
@@ -283,8 +293,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], Path], type[Exception], str]] = {
         broken({}, num_hidden_layers=4000), CheckpointError, "is 4,000, and the number of tensors only 4"
     ),
     "names without layers": (files("a.pt", "z.pt"), CheckpointError, r"numbers of their layers.*a\.pt.*z\.pt"),
+    "a name without a layer": (files("a.pt", "l0.pt"), CheckpointError, r"numbers of their layers.*a\.pt.*l0\.pt"),
     "a layer's file missing": (files("l0.pt", "l2.pt"), CheckpointError, r"numbers of their layers.*l0\.pt.*l2\.pt"),
     "a layer twice": (files("l1.pt", "m1.pt"), CheckpointError, r"numbers of their layers.*l1\.pt.*m1\.pt"),
+    "a tensor twice": (files("l0.pt", "l1.pt", prefix="0."), CheckpointError, r"Two files of .* a tensor model"),
 }  # fmt: skip
 
 

@@ -35,13 +35,14 @@ NUMBERS = {"acc,none": 0.25, "acc_stderr,none": 0.04, "acc_norm,none": 0.5, "acc
 
 
 def test_each_metric_is_a_row(tmp_path: Path) -> None:
-    file = result_file(tmp_path / "results_1.json", **NUMBERS)
+    file = result_file(tmp_path / "results_1.json", **NUMBERS, **{"fast,none": True})
     rows = [
         {"task": "arc_easy", "metric": "acc", "value": 0.25, "stderr": 0.04} | FACTS,
         {"task": "arc_easy", "metric": "acc_norm", "value": 0.5} | FACTS,
     ]
     assert evaluation_rows([file]) == rows
-    file.write_text(file.read_text().replace("allenai/ai2_arc", "/home/me/arc"))
+    text = file.read_text().replace("test_split", "validation_split")
+    file.write_text(text.replace("allenai/ai2_arc", "/home/me/arc"))
     for row in rows:
         del row["dataset"]  # a local path
     assert evaluation_rows([file]) == rows
@@ -54,11 +55,11 @@ def test_metrics_have_the_names_of_their_filters(tmp_path: Path) -> None:
 
 
 def test_newer_results_replace_older_ones(tmp_path: Path) -> None:
-    result_file(tmp_path / "model" / "results_2026-01-02.json", **{"acc,none": 0.3})
-    result_file(tmp_path / "model" / "results_2026-01-01.json", **{"acc,none": 0.2})
-    before = [{"task": "arc_easy", "metric": "acc", "value": 0.1, "shots": 0}, {"task": "piqa", "metric": "acc"}]
-    rows = evaluation_rows([tmp_path], before)
-    assert [(row["task"], row.get("value")) for row in rows] == [("arc_easy", 0.3), ("piqa", None)]
+    result_file(tmp_path / "a" / "results_2026-01-02.json", **{"acc,none": 0.3})
+    result_file(tmp_path / "b" / "results_2026-01-01.json", **{"acc,none": 0.2})
+    before = [{"task": "arc_easy", "metric": "acc", "value": 0.1, "shots": shots} for shots in (0, 5)]
+    rows = evaluation_rows([tmp_path], [*before, {"task": "piqa", "metric": "acc"}])
+    assert [(row["task"], row.get("value")) for row in rows] == [("arc_easy", 0.3), ("arc_easy", 0.1), ("piqa", None)]
 
 
 BUILT_IN = {"arc_easy": {"metadata": {"data_source": {"built_in": True}}}}

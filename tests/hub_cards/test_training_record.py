@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import SchedulerType, Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from diffllama.hub_cards.training_record import training_record, training_rows
 from support.tiny_models import tiny_model
@@ -73,10 +74,12 @@ def test_enumerations_are_read_from_pickles_of_every_python(tmp_path: Path) -> N
         (getattr, SchedulerType, "REDUCE_ON_PLATEAU"),  # Python 3.11.0 to 3.11.3
     ):
         arguments.lr_scheduler_type = Hostile(*pickled)
+        arguments.optim = Hostile(getattr, OptimizerNames, "ADAMW_BNB")
         torch.save(arguments, tmp_path / "training_args.bin")
         record = training_record(tmp_path)
         assert record is not None
         assert record["arguments"]["lr_scheduler_type"] == "reduce_lr_on_plateau"
+        assert record["arguments"]["optim"] == "adamw_bnb_8bit"
 
 
 def test_weights_of_the_best_step_are_named(trained: Path, tmp_path: Path) -> None:
@@ -94,6 +97,18 @@ def test_weights_of_the_best_step_are_named(trained: Path, tmp_path: Path) -> No
     assert record is not None
     assert record["losses"] == {"evaluation": 2.0}
     assert training_rows(record)["steps"] == "3; the weights are those of step 1"
+    record = training_record(shutil.copytree(output, tmp_path / "checkpoint-3"))
+    assert record is not None
+    assert record["losses"] == {"evaluation": 3.0}, "a checkpoint has the weights of its own step"
+
+
+def test_batch_is_of_all_processes_as_the_state_has_it() -> None:
+    arguments = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    record = {"arguments": arguments | {"learning_rate": 1e-3, "warmup_ratio": 0.1}, "processes": 3}
+    assert training_rows(record | {"state": {"train_batch_size": 4}}) == {
+        "sequences per step": "24 (4 per process × 2 accumulated × 3 processes)",
+        "learning rate": "0.001, warm-up 0.1",
+    }
 
 
 def test_betas_are_only_listed_for_adam() -> None:

@@ -96,6 +96,7 @@ CSV = {"test_csv": "text,category\nWhy?,a\n"}
             {"data_full_json": '{"train": [["a", "b"], ["a"]]}'},
             r"row 2 of `train`: a row is \[text, intent",
         ),
+        ("clinc150", {"data_full_json": '{"train": "ab"}'}, "must be a JSON object with lists `train` and `test`"),
         ("clinc150", {"data_full_json": '{"train": [["a", 1]]}'}, r"row 1 of `train`: a row is .* not \[\"a\", 1\]"),
         ("clinc150", {"data_full_json": '{"train": [["a", ""]]}'}, "row 1 of `train`, has no class"),
     ],
