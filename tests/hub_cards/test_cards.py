@@ -187,10 +187,17 @@ class TestText:
 
     def test_unverified_attention_alone_is_described(self) -> None:
         unverified = record(format="unilm-v1") | {"verification": {"skipped": "not asked for"}}
-        text = model_card(facts("v1", conversion=unverified, part=True), "model").text
+        card = model_card(facts("v1", conversion=unverified, part=True), "model")
+        assert card.data.library_name is None  # which loads no part of a model
+        text = card.text
         assert "attention.safetensors" in text
         assert "| verification | none: not asked for |" in text
         assert not re.search(r"pipeline\(|\| vocabulary \||bit-equal", text)
+
+    def test_conversion_with_a_record_of_training_is_called_trained(self) -> None:
+        kinds = ("converted", "fine-tuned in the folder of a conversion")
+        texts = [model_card(KINDS[kind], "model").text for kind in kinds]
+        assert ["not trained further" in text for text in texts] == [True, False]
 
     def test_names_are_escaped_in_tables(self) -> None:
         row = EVALUATION[2] | {"task": "a | b\n<!-- /diffllama:evaluation --><script>"}

@@ -226,7 +226,7 @@ def test_finished_run_started_again_changes_no_weights(whole: Path) -> None:
 
 
 EPOCHS = SETTINGS | {
-    "model": MODEL | {"attention_dropout": 0.1},
+    "model": MODEL | {"attention_dropout": 0.1, "max_position_embeddings": 16},  # as many as a sequence has
     "data": {"files": ["texts/1.txt", "texts/5.txt"], "max_tokens": 1040, "evaluation_sequences": 5},
 }
 """An epoch has 8 steps; checkpoints are of steps 4, 8, and 12."""
@@ -403,6 +403,7 @@ def test_streamed_run_learns_the_sequences_of_the_stream_in_order() -> None:
         ({"data": {"files": "texts", "streaming": True}}, "`data.streaming` needs `data.dataset`"),
         ({"data": {"dataset": "rows", "streaming": "yes"}}, "`data.streaming` must be a valid boolean, got 'yes'"),
         ({"data": STREAMED["data"] | {"max_tokens": 99}}, "`data.max_tokens` does not go with `data.streaming`"),
+        ({"data": STREAMED["data"] | {"cache_dir": "x"}}, "`data.cache_dir` does not go with `data.streaming`"),
         ({"training": {"max_steps": -1}}, "`data.streaming` needs `training.max_steps`"),
         ({"training": {"max_steps": 3, "dataloader_num_workers": 1}}, "`training.dataloader_num_workers` must be 0"),
     ],
@@ -451,7 +452,13 @@ def test_record_is_of_digests(whole: Path) -> None:
     assert [len(value) for value in record.values()] == [16] * 5
 
 
-@pytest.mark.parametrize("name", ["config.json", "checkpoint-3/model.safetensors", "adapter_config.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "checkpoint-3/model.safetensors", "adapter_config.json"),
+        *("model.safetensors", "weights.safetensors.index.json", "pytorch_model.bin"),
+    ],
+)
 def test_folder_of_another_model_or_training_is_refused(name: str) -> None:
     file = Path(f"precious-{name[:5]}", name)
     file.parent.mkdir(parents=True)
@@ -521,6 +528,7 @@ def test_nan_stops_pretraining_and_names_the_step(monkeypatch: pytest.MonkeyPatc
         ({"training": {"lr": 1}}, "`training`: there is no field `lr`"),
         ({"training": {"gradient_accumulation_steps": 2, "output_dir": "x"}}, "is computed: set `tokens_per_step`"),
         ({"training": {"learning_rate": 1}}, "`training.output_dir` must be a folder, got None"),
+        (training(output_dir=5), "`training.output_dir` must be a folder, got 5"),
         (training(auto_find_batch_size=True), "`training.auto_find_batch_size` must be false: a step would see fewer"),
         (training(accelerator_config={"split_batches": True}), "`training.accelerator_config.split_batches` must be"),
     ],
