@@ -155,7 +155,7 @@ def translate(checkpoint: Path) -> None:
     and by names where it shards. torch knows both. The weights are in model.safetensors either way.
     """
     model = DiffLlamaForCausalLM.from_pretrained(checkpoint)
-    optimizer = Trainer(model, TrainingArguments(report_to=[], use_cpu=True)).create_optimizer()
+    optimizer = Trainer(model, TrainingArguments(str(checkpoint.parent), report_to=[], use_cpu=True)).create_optimizer()
     plain, sharded = checkpoint / "optimizer.pt", checkpoint / "optimizer.bin"
     if sharded.exists():
         set_optimizer_state_dict(model, optimizer, torch.load(sharded))
