@@ -33,7 +33,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-def test_the_python_code_runs_from_top_to_bottom(tmp_path: Path) -> None:
+def test_python_code_runs_from_top_to_bottom(tmp_path: Path) -> None:
     folder = tmp_path / DEMO_FOLDER
     tiny_model("v2").save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
@@ -80,7 +80,7 @@ def test_commands_of_accelerate_fit_the_processes_of_their_file() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tmp_path / "path/to/llama", transformers.LlamaConfig(**SIZES))
     save_model(tmp_path / "path/to/diffllama", transformers.DiffLlamaConfig(**SIZES))
     for folder in (DEMO_FOLDER, "tuned/merged"):

@@ -42,7 +42,7 @@ def test_timed_attention_computes_what_plain_pytorch_does(architecture: str, dty
 
 @pytest.mark.parametrize("case", ["prefill", "train", "decode"])
 @pytest.mark.parametrize(("architecture", "scale"), [("llama", 1.01), ("v1", torch.nan), ("v2", 1.01)])
-def test_a_function_that_computes_something_else_is_refused(
+def test_function_that_computes_something_else_is_refused(
     architecture: str, scale: float, case: str, functions: dict[str, Any]
 ) -> None:
     sdpa = functions["sdpa"]
@@ -62,7 +62,7 @@ class ScaledGradient(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("architecture", ALONE)
-def test_a_function_with_a_wrong_backward_is_refused(architecture: str, functions: dict[str, Any]) -> None:
+def test_function_with_a_wrong_backward_is_refused(architecture: str, functions: dict[str, Any]) -> None:
     sdpa = functions["sdpa"]
 
     def wrong(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
@@ -75,7 +75,7 @@ def test_a_function_with_a_wrong_backward_is_refused(architecture: str, function
 
 
 @pytest.mark.parametrize("variant", ["v1", "v2"])
-def test_a_fused_function_may_return_the_difference_itself(variant: str, functions: dict[str, Any]) -> None:
+def test_fused_function_may_return_the_difference_itself(variant: str, functions: dict[str, Any]) -> None:
     def fused(*args: Any, differential_lambda: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
         return combine_maps(functions["sdpa"](*args, **kwargs)[0], differential_lambda), None
 

@@ -68,7 +68,7 @@ def test_run_prints_and_writes_every_setting_and_where_it_ran(
         (["--shape", "small", "--groups", "5"], "12 heads of small cannot share keys 5 by 5"),
     ],
 )
-def test_a_name_that_does_not_exist_is_one_line(
+def test_name_that_does_not_exist_is_one_line(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     assert called(monkeypatch, "run", *arguments) == 2
@@ -78,7 +78,7 @@ def test_a_name_that_does_not_exist_is_one_line(
     assert captured.out == ""
 
 
-def test_a_run_in_which_something_was_refused_ends_with_status_1(
+def test_run_in_which_something_was_refused_ends_with_status_1(
     functions: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     sdpa = functions["sdpa"]

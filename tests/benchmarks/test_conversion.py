@@ -9,7 +9,7 @@ from benchmarks import conversion
 
 
 @pytest.mark.slow
-def test_the_benchmark_measures_every_case_and_leaves_nothing_behind(
+def test_benchmark_measures_every_case_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, report = tmp_path / "folder", tmp_path / "out.json"
@@ -33,7 +33,7 @@ def test_the_benchmark_measures_every_case_and_leaves_nothing_behind(
     assert not list(folder.iterdir())
 
 
-def test_the_benchmark_wants_three_times_the_source_free_on_the_disk(tmp_path: Path) -> None:
+def test_benchmark_wants_three_times_the_source_free_on_the_disk(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"3000000000\.0 are needed"):
         conversion.main(gigabytes=1e9, folder=tmp_path)
     assert not list(tmp_path.iterdir())

@@ -23,7 +23,7 @@ def documented(device: str) -> set[tuple[str, int, int, float]]:
     return goals
 
 
-def test_the_readme_has_the_goals() -> None:
+def test_readme_has_the_goals() -> None:
     for device in ("cpu", "cuda"):
         goals = {(case, at.batch, at.length, ratio) for (case, at), ratio in GOALS.items() if at.device == device}
         assert goals == documented(device)

@@ -37,7 +37,7 @@ def test_ours_have_the_llama_as_their_baseline(shape: str, variant: str, groups:
     assert matched.rope_parameters == theirs.rope_parameters
 
 
-def test_the_papers_model_is_the_preset() -> None:
+def test_papers_model_is_the_preset() -> None:
     ours, theirs = configuration("v1", llama("3b")), preset("3b")
     assert all(getattr(ours, name) == getattr(theirs, name) for name in FIELDS + HEADS)
 

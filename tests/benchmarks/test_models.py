@@ -43,7 +43,7 @@ def test_bfloat16_loses_no_more_than_eager_attention(case: str, architecture: st
 
 @pytest.mark.parametrize("case", ["model/prefill", "model/decode", "model/train", "generate/dynamic"])
 @pytest.mark.parametrize(("architecture", "scale"), [("llama", -10), ("v1", -10), ("v2", torch.nan)])
-def test_a_model_that_computes_something_else_is_refused(
+def test_model_that_computes_something_else_is_refused(
     architecture: str, scale: float, case: str, functions: dict[str, Any]
 ) -> None:
     def wrong(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,7 +56,7 @@ def test_a_model_that_computes_something_else_is_refused(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_model_that_does_not_learn_is_refused(architecture: str) -> None:
+def test_model_that_does_not_learn_is_refused(architecture: str) -> None:
     loaded = models.trained_model(architecture, SETTING)
     loaded.optimizer = AdamW([*loaded.model.parameters()][1:], lr=1e-4)
     with pytest.raises(CorrectnessError, match=r"a step does not change model\.embed_tokens\.weight"):
@@ -66,7 +66,7 @@ def test_a_model_that_does_not_learn_is_refused(architecture: str) -> None:
         models.train(loaded, "sdpa").check()
 
 
-def test_a_longer_cache_repeats_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longer_cache_repeats_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = models.model_with_cache("v1", replace(SETTING, length=8)).cache.layers
     monkeypatch.setattr(models, "CHECKED_CACHE", 8)
     for layer, read in zip(models.model_with_cache("v1", SETTING).cache.layers, whole, strict=True):

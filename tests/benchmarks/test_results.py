@@ -64,7 +64,7 @@ def test_every_call_that_is_timed_is_prepared() -> None:
     assert done[-4:] == ["prepared", "run"] * 2
 
 
-def test_an_implementation_with_wrong_outputs_is_refused_and_not_timed(functions: dict[str, Any]) -> None:
+def test_implementation_with_wrong_outputs_is_refused_and_not_timed(functions: dict[str, Any]) -> None:
     sdpa = functions["sdpa"]
     functions["fused"] = lambda *args, **kwargs: (1.1 * sdpa(*args, **kwargs)[0], None)
     record = measure(CASES["model/prefill"], SETTING, implementations(SETTING), 1, milliseconds(*range(1, 5)))
@@ -74,7 +74,7 @@ def test_an_implementation_with_wrong_outputs_is_refused_and_not_timed(functions
         assert "output logits differs from plain PyTorch's by" in text
 
 
-def test_an_implementation_that_cannot_compute_it_is_refused_with_its_message(functions: dict[str, Any]) -> None:
+def test_implementation_that_cannot_compute_it_is_refused_with_its_message(functions: dict[str, Any]) -> None:
     def broken(*args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("heads of 32\nare too small")
 

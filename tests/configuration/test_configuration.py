@@ -81,7 +81,7 @@ def test_every_preset_is_the_papers_architecture_with_a_baseline_of_twice_the_he
 
 
 @pytest.mark.parametrize("name", ["7b", "3B", "", "common", None])
-def test_an_unknown_preset_is_refused_with_the_known_ones(name: Any) -> None:
+def test_unknown_preset_is_refused_with_the_known_ones(name: Any) -> None:
     with pytest.raises(ValueError, match=repr(name)) as error:
         preset(name)
     assert all(known in str(error.value) for known in preset_names())
@@ -136,7 +136,7 @@ def test_keys_and_values_of_a_model_and_its_baseline_take_the_same_room(variant:
     assert llama.num_key_value_heads * llama.head_dim == config.num_key_value_heads * config.head_dim
 
 
-def test_the_baseline_has_the_fields_that_are_shared() -> None:
+def test_baseline_has_the_fields_that_are_shared() -> None:
     rope = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
     shared = {
         "vocab_size": 50,
@@ -161,7 +161,7 @@ def test_the_baseline_has_the_fields_that_are_shared() -> None:
     ],
     ids=str,
 )
-def test_a_model_with_what_no_llama_has_has_no_baseline(fields: dict[str, Any]) -> None:
+def test_model_with_what_no_llama_has_has_no_baseline(fields: dict[str, Any]) -> None:
     field, value = list(fields.items())[-1]
     with pytest.raises(ValueError, match=f"`{field}` must be .+, got ") as error:
         baseline(tiny_config(**fields))
@@ -193,7 +193,7 @@ def test_there_is_a_recipe_for_every_training_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_the_papers_and_transformers_takes_it(name: str, tmp_path: Path) -> None:
+def test_recipe_is_the_papers_and_transformers_takes_it(name: str, tmp_path: Path) -> None:
     found = recipe(name)
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, **found["training"])
     tokens = found["tokens_per_step"]
@@ -204,7 +204,7 @@ def test_a_recipe_is_the_papers_and_transformers_takes_it(name: str, tmp_path: P
     assert (arguments.adam_beta1, arguments.optim, arguments.bf16) == (0.9, "adamw_torch", True)
 
 
-def test_the_3b_learning_rate_decays_linearly_to_its_end() -> None:
+def test_3b_learning_rate_decays_linearly_to_its_end() -> None:
     training = recipe("3b")["training"]
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=training["learning_rate"])
     schedule = get_scheduler(
@@ -217,7 +217,7 @@ def test_the_3b_learning_rate_decays_linearly_to_its_end() -> None:
         assert rate(step) * start == pytest.approx(expected, rel=1e-4)
 
 
-def test_the_long_context_recipe_stretches_the_3b_model() -> None:
+def test_long_context_recipe_stretches_the_3b_model() -> None:
     config = preset("3b", **recipe("long-context")["model"])
     assert config.max_position_embeddings == 65536
     assert config.rope_parameters["rope_theta"] == 640_000

@@ -41,12 +41,12 @@ def prompts() -> list[list[int]]:
     return [torch.randint(6, 97, (length,), generator=random).tolist() for length in (3, 200, 17, 1, 90)]
 
 
-def test_the_options_that_model_cards_print_are_its_own() -> None:
+def test_options_that_model_cards_print_are_its_own() -> None:
     options = {field.name for field in dataclasses.fields(EngineArgs)}
     assert {"trust_remote_code", "revision", "code_revision"} <= options
 
 
-def test_the_package_is_not_installed() -> None:
+def test_package_is_not_installed() -> None:
     assert importlib.util.find_spec("diffllama") is None
 
 
@@ -96,7 +96,7 @@ def assert_same(
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_it_generates_what_transformers_generates(name: str, plain: ProcessPoolExecutor) -> None:
+def test_engine_generates_what_transformers_generates(name: str, plain: ProcessPoolExecutor) -> None:
     with engine(name) as llm:
         asked = prompts()
         assert max(map(len, asked)) > 3 * CHUNK

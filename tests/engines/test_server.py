@@ -39,7 +39,7 @@ class TestServer(Answering):
     """`vllm serve`."""
 
 
-def test_it_writes_what_a_schema_asks_for(server: Server) -> None:
+def test_server_writes_what_a_schema_asks_for(server: Server) -> None:
     schema = {
         "type": "object",
         "properties": {"city": {"enum": ["Paris", "Rome"]}, "people": {"type": "integer", "maximum": 9}},
@@ -69,7 +69,7 @@ def test_its_cache_holds_what_memory_tells(server: Server) -> None:
     assert 0.99 * 2**30 < held * estimate["cache_per_token"] <= 2**30  # VLLM_CPU_KVCACHE_SPACE, in whole blocks
 
 
-def test_it_stops_in_the_middle_of_an_answer(server: Server) -> None:
+def test_server_stops_in_the_middle_of_an_answer(server: Server) -> None:
     check_it_stops(server)
 
 

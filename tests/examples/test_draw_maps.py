@@ -6,7 +6,7 @@ import pytest
 from support.tiny_models import tiny_model, tiny_tokenizer
 
 
-def test_the_figure_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figure_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model("v2").save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")

@@ -14,7 +14,7 @@ from support.tiny_models import tiny_tokenizer
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_a_conversion_and_its_llama_begin_equal_and_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversion_and_its_llama_begin_equal_and_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")

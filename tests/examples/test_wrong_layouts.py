@@ -22,14 +22,14 @@ def test_right_conversions_are_within_their_promise(rows: list[tuple[str, str, f
     assert max(right.values()) <= 1e-5
 
 
-def test_a_step_that_is_left_out_is_seen_at_once(rows: list[tuple[str, str, float, float]]) -> None:
+def test_step_that_is_left_out_is_seen_at_once(rows: list[tuple[str, str, float, float]]) -> None:
     wrong = [(difference, other) for _, left_out, difference, other in rows if left_out != "nothing"]
     assert len(wrong) == 9
     assert min(difference for difference, _ in wrong) > 0.1
     assert min(other for _, other in wrong) > 0.1
 
 
-def test_the_table_of_the_readme_has_these_rows(rows: list[tuple[str, str, float, float]]) -> None:
+def test_table_of_the_readme_has_these_rows(rows: list[tuple[str, str, float, float]]) -> None:
     text = (ROOT / "conversion" / "README.md").read_text(encoding="utf-8")
     for name, left_out, difference, other in rows:
         start = f"| {name} | {left_out} | "

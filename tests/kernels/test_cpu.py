@@ -111,7 +111,7 @@ def test_float32_loses_at_most_twice_what_both_maps_lose(variant: str) -> None:
     assert (ours - truth).norm() <= 2 * (plain - truth).norm()
 
 
-def test_the_padding_of_queries_is_not_read() -> None:
+def test_padding_of_queries_is_not_read() -> None:
     query, *others = call("v1", 2, 1, 5, 5)
     expected = blocked_attention(query, *others, None, 8, SCALING)
     padding = torch.zeros_like(query)
@@ -120,7 +120,7 @@ def test_the_padding_of_queries_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 5])
-def test_a_query_that_sees_nothing_disturbs_no_other(n: int) -> None:
+def test_query_that_sees_nothing_disturbs_no_other(n: int) -> None:
     tensors = call("v1", 2, 1, n, 5)
     nothing = torch.ones(2, 1, n, 5, dtype=torch.bool)
     nothing[1, :, 0] = False
@@ -133,7 +133,7 @@ def test_a_query_that_sees_nothing_disturbs_no_other(n: int) -> None:
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-def test_a_nan_is_not_hidden() -> None:
+def test_nan_is_not_hidden() -> None:
     query, key, value, lambdas = call("v1", 1, 1, 5, 5)
     value = value.detach().clone()
     value[:, :, 3] = math.nan

@@ -166,7 +166,7 @@ def test_key_intervals_of_a_mask_with_holes_are_none(monkeypatch: pytest.MonkeyP
     [None, MASK.tril(), MASK[:1].tril(), key_intervals(MASK.tril())],
     ids=["causal", "mask", "mask of all rows", "intervals"],
 )
-def test_a_gpus_masks_give_what_blocks_do(mask: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_masks_give_what_blocks_do(mask: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernels.HAS_TRITON:
         pytest.skip("needs triton")
     draw = torch.Generator().manual_seed(0)

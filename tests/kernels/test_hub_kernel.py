@@ -63,7 +63,7 @@ def test_layout_is_that_of_a_hub_kernel(repository: Path) -> None:
         assert {name.partition(".")[0] for name in modules} <= {"torch", "triton", *sys.stdlib_module_names}
 
 
-def test_an_existing_folder_is_left_as_it_is(tmp_path: Path) -> None:
+def test_existing_folder_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, f"{tmp_path} exists. Name another folder, or remove it.\n")
@@ -111,7 +111,7 @@ if kernel.HAS_TRITON:
 
 
 @pytest.mark.slow
-def test_it_gives_the_truth_without_this_package(repository: Path, kernels: ModuleType) -> None:
+def test_kernel_gives_the_truth_without_this_package(repository: Path, kernels: ModuleType) -> None:
     code = re.search(r"```python\n(.*?)```", (repository / "README.md").read_text(), re.DOTALL)
     assert code is not None
     example = code[1].replace("PATH_OF_THIS_FOLDER", str(repository)) + "\nassert output.shape == (1, 16, 4, 64)\n"

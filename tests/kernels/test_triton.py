@@ -310,7 +310,7 @@ def test_torchs_own_checks_of_the_operations_pass() -> None:
 @needs_triton
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_it_compiles_without_breaks(variant: str, backend: str) -> None:
+def test_kernels_compile_without_breaks(variant: str, backend: str) -> None:
     given = inputs(variant, "left", n=20, m=30)
 
     def attention(*tensors: torch.Tensor) -> torch.Tensor:
@@ -330,7 +330,7 @@ def test_it_compiles_without_breaks(variant: str, backend: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [1, 200])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_cuda_graph_replays_it(variant: str, n: int) -> None:
+def test_cuda_graph_replays_it(variant: str, n: int) -> None:
     given = inputs(variant, "static cache", n=n, m=3000, dtype=torch.bfloat16)
     arguments = (*given.differentiable, given.bounds, given.map_dim, given.scaling)
     with torch.no_grad():
@@ -354,7 +354,7 @@ def imported_as(name: str) -> ModuleType:
 
 
 @needs_triton
-def test_the_file_works_under_two_names_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_works_under_two_names_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     given = inputs("v1", "causal", n=5, m=5)
     output = kernel_outputs(given)["output"]
     copy = imported_as("transformers_modules.some-model.triton_attention")

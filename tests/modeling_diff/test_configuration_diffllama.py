@@ -127,7 +127,7 @@ def test_config_json_always_has_the_output_bias_and_the_type_of_every_layer(
     ],
     ids=lambda fields: ",".join(fields) or "plain",
 )
-def test_a_folder_gives_back_the_configuration(variant: str, fields: dict[str, Any], tmp_path: Path) -> None:
+def test_folder_gives_back_the_configuration(variant: str, fields: dict[str, Any], tmp_path: Path) -> None:
     config = tiny_config(variant, **fields)
     assert reread(config) == config
     first = saved(config, tmp_path / "first")
@@ -283,7 +283,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 @pytest.mark.parametrize(
     ("fields", "parts"), REFUSED, ids=[re.sub(r"[{}'\" ]", "", str(fields))[:50] for fields, _ in REFUSED]
 )
-def test_a_wrong_value_is_refused_with_its_field_value_and_rule(fields: dict[str, Any], parts: tuple[str, ...]) -> None:
+def test_wrong_value_is_refused_with_its_field_value_and_rule(fields: dict[str, Any], parts: tuple[str, ...]) -> None:
     written = {"diff_variant" if name == "variant" else name: value for name, value in fields.items()}
     written = json.loads(tiny_config().to_json_string()) | json.loads(json.dumps(written))
     for make in (lambda: tiny_config(**fields), lambda: DiffLlamaConfig.from_dict(written)):
@@ -292,7 +292,7 @@ def test_a_wrong_value_is_refused_with_its_field_value_and_rule(fields: dict[str
         assert [part for part in parts if part not in str(error.value)] == []
 
 
-def test_a_model_is_not_loaded_from_the_weights_that_its_configuration_names(tmp_path: Path) -> None:
+def test_model_is_not_loaded_from_the_weights_that_its_configuration_names(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert "transformers_weights" not in config
@@ -302,7 +302,7 @@ def test_a_model_is_not_loaded_from_the_weights_that_its_configuration_names(tmp
         DiffLlamaForCausalLM.from_pretrained(tmp_path)
 
 
-def test_a_configuration_that_became_wrong_is_not_saved(tmp_path: Path) -> None:
+def test_configuration_that_became_wrong_is_not_saved(tmp_path: Path) -> None:
     config = tiny_config()
     config.num_key_value_heads = 3
     with pytest.raises(StrictDataclassError, match="`num_key_value_heads`"):
@@ -354,7 +354,7 @@ def test_every_rope_type_is_accepted_without_a_warning(
     assert [warning for warning in transformers_warnings if "{'rope_theta'}" not in warning] == []
 
 
-def test_the_warnings_that_the_previous_test_misses_are_seen(transformers_warnings: list[str]) -> None:
+def test_warnings_that_the_previous_test_misses_are_seen(transformers_warnings: list[str]) -> None:
     tiny_config(rope_parameters={"rope_type": "linear", "factor": 0.5})
     assert len(transformers_warnings) == 1
 
@@ -385,7 +385,7 @@ def test_rotary_config_is_a_copy_with_only_another_head_dim() -> None:
     assert config.rope_parameters["rope_theta"] == 10000.0
 
 
-def test_a_long_value_is_cut_in_the_message() -> None:
+def test_long_value_is_cut_in_the_message() -> None:
     for fields in ({"attention_bias": "x" * 10**5}, {"hidden_act": "x" * 10**5}, {"layer_types": ["x"] * 10**4}):
         with pytest.raises(StrictDataclassError, match=next(iter(fields))) as error:
             tiny_config(**fields)
@@ -394,7 +394,7 @@ def test_a_long_value_is_cut_in_the_message() -> None:
 
 @pytest.mark.parametrize("use_qk_norm", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_tensor_parallel_plan_names_what_the_model_has(variant: str, use_qk_norm: bool, tmp_path: Path) -> None:
+def test_tensor_parallel_plan_names_what_the_model_has(variant: str, use_qk_norm: bool, tmp_path: Path) -> None:
     config = tiny_config(variant, use_qk_norm=use_qk_norm)
     expected = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     expected |= {"lambda_proj"} if variant == "v2" else set()

@@ -157,7 +157,7 @@ class RoundedCache(DynamicCache):
 @pytest.mark.parametrize("backend", QUANTIZED)
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
-def test_a_quantized_cache_changes_nothing_but_the_rounding_of_what_it_stores(variant: str, backend: str) -> None:
+def test_quantized_cache_changes_nothing_but_the_rounding_of_what_it_stores(variant: str, backend: str) -> None:
     package, options = QUANTIZED[backend]
     if package:
         pytest.importorskip(package, reason=f"caches quantized by {backend} need its package")
@@ -299,7 +299,7 @@ class TestWindow:
         for options in ({}, {"cache_implementation": "static"}, {"prefill_chunk_size": 7}):
             assert torch.equal(greedy(model, prompt, disable_compile=True, **options), expected), options
 
-    def test_a_left_padded_batch_equals_each_prompt_alone(self, variant: str, fields: dict[str, Any]) -> None:
+    def test_left_padded_batch_equals_each_prompt_alone(self, variant: str, fields: dict[str, Any]) -> None:
         model, batch = tiny_model(variant, attn_implementation="sdpa", **fields), padded_batch()
         prompts = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
         alone = [greedy(model, row[mask.bool()][None])[0, -16:] for row, mask in zip(*prompts.values(), strict=True)]

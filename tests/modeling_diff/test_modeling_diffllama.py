@@ -280,7 +280,7 @@ def test_maps_are_returned_only_when_asked_for() -> None:
 
 @pytest.mark.parametrize("output_softmax_maps", [False, True], ids=["differential", "softmax"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_loss_has_the_truths_gradient_by_the_returned_maps(variant: str, output_softmax_maps: bool) -> None:
+def test_loss_has_the_truths_gradient_by_the_returned_maps(variant: str, output_softmax_maps: bool) -> None:
     layer, given = attention_layer(variant, 2, "eager").double(), batch("left", 9)
     x, weights = torch.randn(2, 9, 64, dtype=torch.float64), dict(layer.named_parameters())
     direction = torch.randn(2, 9, 64, dtype=torch.float64) * given.real[..., None]
@@ -414,7 +414,7 @@ def test_flex_attention_reads_masks_as_the_others_do() -> None:
 
 @every_implementation
 @torch.no_grad()
-def test_a_mask_of_all_queries_and_one_of_each_head_are_spread_or_kept(implementation: str) -> None:
+def test_mask_of_all_queries_and_one_of_each_head_are_spread_or_kept(implementation: str) -> None:
     model, input_ids = tiny_model(attn_implementation=implementation), tokens(2, 150)  # more than a block
     visible = torch.ones(2, 150, 150, dtype=torch.bool)
     visible[0, :, 5] = False
@@ -454,7 +454,7 @@ def test_tensors_of_four_dimensions_are_refused_by_flex_attention(mask: Any) -> 
 )
 @pytest.mark.parametrize("cache_class", [DynamicCache, StaticCache])
 @torch.no_grad()
-def test_a_mask_of_another_length_is_refused(cache_class: Any, cached: int, shape: tuple[int, ...]) -> None:
+def test_mask_of_another_length_is_refused(cache_class: Any, cached: int, shape: tuple[int, ...]) -> None:
     model = tiny_model(attn_implementation="sdpa", **WINDOW)
     room = {"max_cache_len": 12} if cache_class is StaticCache else {}
     cache = cache_class(config=model.config, **room)
@@ -580,7 +580,7 @@ class TestInitialisation:
             value = layer.self_attn.differential_lambda(torch.zeros(1, 1, 512)).item()
             assert value == pytest.approx(reference.lambda_init(i), abs=0.5)
 
-    def test_a_constant_lambda_init_is_used_in_all_layers(self) -> None:
+    def test_constant_lambda_init_is_used_in_all_layers(self) -> None:
         model = tiny_model(lambda_init=0.8)
         assert [layer.self_attn.lambda_init for layer in model.model.layers] == [0.8, 0.8]
 

@@ -195,7 +195,7 @@ def answers(request: pytest.FixtureRequest, story: Story) -> Answers:
     return story.processes[request.param]
 
 
-def test_an_exported_folder_has_three_files_of_at_most_1000_lines(tmp_path: Path) -> None:
+def test_exported_folder_has_three_files_of_at_most_1000_lines(tmp_path: Path) -> None:
     write_code(tmp_path)
     code = {file.name: len(file.read_text().splitlines()) for file in tmp_path.glob("*.py")}
     assert set(code) == {"configuration_diffllama.py", "differential_attention.py", "modeling_diffllama.py"}
@@ -237,7 +237,7 @@ class TestFolder:
     def test_loading_writes_nothing_into_it(self, answers: Answers) -> None:
         assert answers.untouched
 
-    def test_it_is_saved_again_byte_for_byte(self, answers: Answers) -> None:
+    def test_folder_is_saved_again_byte_for_byte(self, answers: Answers) -> None:
         before, after = files(answers.folder), files(answers.saved)
         assert set(before) == set(after)
         changed = {Path(name).name for name in before if before[name][0] != after[name][0]}
@@ -275,10 +275,10 @@ class TestSource:
         ]
         assert wrong == []
 
-    def test_the_loader_finds_its_relative_imports_and_takes_no_other_line_for_one(self, source: Path) -> None:
+    def test_loader_finds_its_relative_imports_and_takes_no_other_line_for_one(self, source: Path) -> None:
         assert set(get_relative_imports(source)) == {module for level, module, _ in imports(source) if level}
 
-    def test_the_modeling_file_imports_every_other_one(self) -> None:
+    def test_modeling_file_imports_every_other_one(self) -> None:
         """transformers 5.6 copies what a file imports, and not what that imports."""
         path = SOURCES[0].parent / "modeling_diffllama.py"
         imported = {module for level, module, _ in imports(path) if level}
@@ -288,7 +288,7 @@ class TestSource:
         allowed = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_names}
         assert {module.split(".")[0] for level, module, _ in imports(source) if not level} - allowed == set()
 
-    def test_it_runs_no_text_opens_no_file_and_has_no_way_to_the_system(self, source: Path) -> None:
+    def test_code_runs_no_text_opens_no_file_and_has_no_way_to_the_system(self, source: Path) -> None:
         names = {node.id for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Name)}
         modules = {module.split(".")[0] for _, module, _ in imports(source)}
         assert names & {"eval", "exec", "compile", "open", "__import__", "input", "globals"} == set()
@@ -297,7 +297,7 @@ class TestSource:
         )
         assert modules & {*system.split(), "urllib"} == set()
 
-    def test_it_starts_with_copyright_and_license(self, source: Path) -> None:
+    def test_code_starts_with_copyright_and_license(self, source: Path) -> None:
         header = r"# Copyright \d{4} The diffllama authors\.\n# SPDX-License-Identifier: Apache-2\.0\n"
         assert re.match(header, source.read_text())
 
@@ -351,7 +351,7 @@ class TestEngineContract:
         ("fields", "windows"), [({}, (None, None)), (EVERY_FEATURE, (5, None))], ids=["plain", "every feature"]
     )
     @pytest.mark.parametrize("variant", VARIANTS)
-    def test_an_engines_attention_gets_one_ordinary_call_for_each_layer(
+    def test_engines_attention_gets_one_ordinary_call_for_each_layer(
         self, variant: str, fields: dict[str, Any], windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         seen = []
@@ -382,7 +382,7 @@ class TestEngineContract:
             assert getattr(model_class, f"_supports_{flag}") is True, flag
         assert model_class._can_compile_fullgraph is True
 
-    def test_the_tensor_parallel_plan_covers_what_works_on_heads_in_styles_that_transformers_knows(self) -> None:
+    def test_tensor_parallel_plan_covers_what_works_on_heads_in_styles_that_transformers_knows(self) -> None:
         model = tiny_model("v2", use_qk_norm=True).model
         plan, covered = model.config.base_model_tp_plan, set()
         modules = {
@@ -399,20 +399,20 @@ class TestEngineContract:
         assert plan["layers.*.self_attn.lambda_proj"] == "colwise"
         assert plan["layers.*.self_attn.o_proj"] == "rowwise"
 
-    def test_the_pipeline_parallel_plan_names_the_models_parts_in_order(self) -> None:
+    def test_pipeline_parallel_plan_names_the_models_parts_in_order(self) -> None:
         model = tiny_model().model
         children = [name for name, _ in model.named_children() if name != "rotary_emb"]
         assert list(model.config.base_model_pp_plan) == children == ["embed_tokens", "layers", "norm"]
 
-    def test_the_rotary_embedding_is_recognised_by_name(self) -> None:
+    def test_rotary_embedding_is_recognised_by_name(self) -> None:
         assert "RotaryEmbedding" in type(tiny_model().model.rotary_emb).__name__
 
-    def test_the_body_takes_ids_or_embeddings_with_positions_and_anything_else(self) -> None:
+    def test_body_takes_ids_or_embeddings_with_positions_and_anything_else(self) -> None:
         parameters = inspect.signature(DiffLlamaModel.forward).parameters
         assert {"input_ids", "inputs_embeds", "position_ids"} <= set(parameters)
         assert any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
 
-    def test_the_bodys_first_output_is_the_hidden_states_that_the_head_reads(self) -> None:
+    def test_bodys_first_output_is_the_hidden_states_that_the_head_reads(self) -> None:
         model = tiny_model()
         hidden_states = model.model(tokens(2, 7), return_dict=False)[0]
         assert torch.equal(model.lm_head(hidden_states), model(tokens(2, 7)).logits)

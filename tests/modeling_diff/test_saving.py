@@ -156,7 +156,7 @@ def test_weights_have_the_names_and_shapes_of_the_interface(
 
 @pytest.mark.parametrize("loading", LOADINGS)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_a_loaded_model_computes_the_same_bits_and_saves_the_same_bytes_once(
+def test_loaded_model_computes_the_same_bits_and_saves_the_same_bytes_once(
     tied: bool, loading: dict[str, Any], tmp_path: Path
 ) -> None:
     loaded = assert_survives(distinct_weights(tiny_model(tie_word_embeddings=tied)), tmp_path, **loading)
@@ -197,7 +197,7 @@ def test_missing_weights_are_initialised_and_leave_the_others_as_loaded(tmp_path
     assert 0.0 < weights[vector].std() < 1.0  # `lambda_std_dev` is 0.3
 
 
-def test_a_folder_has_configuration_code_and_safetensors_and_no_pickle(tmp_path: Path) -> None:
+def test_folder_has_configuration_code_and_safetensors_and_no_pickle(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     assert set(contents(tmp_path)) == CODE | {"config.json", "generation_config.json", "model.safetensors"}
 
@@ -288,7 +288,7 @@ def test_resized_embeddings_keep_old_tokens_and_survive_saving(
 class TestTaskHeads:
     @pytest.mark.parametrize("variant", VARIANTS)
     @pytest.mark.parametrize("head", HEADS)
-    def test_it_survives_saving(self, head: type[PreTrainedModel], variant: str, tmp_path: Path) -> None:
+    def test_head_survives_saving(self, head: type[PreTrainedModel], variant: str, tmp_path: Path) -> None:
         model = head._from_config(tiny_config(variant), attn_implementation="sdpa")
         assert_survives(distinct_weights(model), tmp_path, attn_implementation="sdpa")
 
@@ -313,7 +313,7 @@ class TestTaskHeads:
         assert torch.equal(outputs(body), outputs(model.model))
 
     @pytest.mark.parametrize("variant", VARIANTS)
-    def test_a_language_model_takes_a_saved_body(self, variant: str, tmp_path: Path) -> None:
+    def test_language_model_takes_a_saved_body(self, variant: str, tmp_path: Path) -> None:
         model = distinct_weights(tiny_model(variant))
         model.model.save_pretrained(tmp_path)
         loaded, report = DiffLlamaForCausalLM.from_pretrained(

@@ -294,7 +294,7 @@ class TestFolder:
     def test_only_the_folder_and_installed_code_are_read(self, ours: Run) -> None:
         assert not ours.read(), listed(ours.read())
 
-    def test_the_hook_heard_both_folders_from_beginning_to_end(self, ours: Run) -> None:
+    def test_hook_heard_both_folders_from_beginning_to_end(self, ours: Run) -> None:
         copied = {Path(path).name for e in ours.events if e.writes for path in e.paths}
         assert {"configuration_diffllama.py", "differential_attention.py", "modeling_diffllama.py"} <= copied
         read = {path for e in ours.events if e.name == "open" for path in e.paths}
@@ -327,5 +327,5 @@ class TestControl:
         assert "left" in {Path(path).name for e in control.written() if e.line == line for path in e.paths}
         assert "neighbour.py" in {Path(path).name for e in control.read() if e.line == line for path in e.paths}
 
-    def test_a_thread_without_remote_code_is_caught_in_the_whole_process(self, control: Run) -> None:
+    def test_thread_without_remote_code_is_caught_in_the_whole_process(self, control: Run) -> None:
         assert ("os.system", None) in {(event.name, event.file) for event in control.connections()}

@@ -176,7 +176,7 @@ HOLE = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 1, 1, 1]], dtype=torch.bool)
     ],
     ids=["causal", "padding", "padding between tokens", "a mask of the caller's own"],
 )
-def test_a_gpus_mask_becomes_intervals_unless_it_has_holes(
+def test_gpus_mask_becomes_intervals_unless_it_has_holes(
     masking: dict[str, Any], becomes: torch.dtype, triton: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mask = attention.diff_attention_mask(**SIZE, **masking)

@@ -60,7 +60,7 @@ def refusal(request: pytest.FixtureRequest) -> Refusal:
     return REFUSALS[request.param]
 
 
-def test_the_installed_command_is_main() -> None:
+def test_installed_command_is_main() -> None:
     (command,) = entry_points(group="console_scripts", name="diffllama")
     assert command.load() is __main__.main
 
@@ -88,7 +88,7 @@ def test_python_m_diffllama_says_its_version() -> None:
     assert diffllama.__version__ == version("diffllama")
 
 
-def test_a_folder_may_have_any_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_may_have_any_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "with space" / "[red]" / "a[/b]" / "ünï-模型" / "100%" / "{i}"
     source, dest = llama(folder / "src"), folder / "dest"
     status, err = call(capsys, "convert", source, dest, "--from", "llama")
@@ -109,7 +109,7 @@ def test_refused_conversion_is_one_line_of_error(
     assert snapshot(tmp_path) == before
 
 
-def test_an_interruption_ends_with_status_130_and_changes_nothing(
+def test_interruption_ends_with_status_130_and_changes_nothing(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*args: Any, **kwargs: Any) -> None:
@@ -140,7 +140,7 @@ main()
 
 
 @pytest.mark.parametrize("moment", ["diffllama.cli", "typer", "torch", "end"])
-def test_an_interruption_at_any_moment_ends_without_a_traceback(moment: str) -> None:
+def test_interruption_at_any_moment_ends_without_a_traceback(moment: str) -> None:
     command = ["memory", "3b", "--context=1"] if moment != "end" else ["--version"]
     words = [sys.executable, "-c", INTERRUPTED, moment, *command]
     result = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -165,7 +165,7 @@ def interrupt_a_child(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("work", [interrupt_a_library, interrupt_a_child])
-def test_an_interruption_ends_also_what_a_command_runs(
+def test_interruption_ends_also_what_a_command_runs(
     work: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diffllama.cli.app", work)
@@ -420,7 +420,7 @@ def test_wrong_arguments_of_convert_are_refused_without_heavy_imports(tmp_path: 
     assert all(message in printed for _, message in commands.values())
 
 
-def test_the_help_of_convert_fits_into_80_columns() -> None:
+def test_help_of_convert_fits_into_80_columns() -> None:
     result = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["convert", "--help"])
     assert result.exit_code == 0
     lines = [line.rstrip() for line in result.output.splitlines()]

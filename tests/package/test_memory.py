@@ -133,7 +133,7 @@ def test_keys_of_another_width_than_told_are_refused(monkeypatch: pytest.MonkeyP
         memory(model.config, 12)
 
 
-def test_the_command_prints_what_is_needed(tmp_path: Path) -> None:
+def test_command_prints_what_is_needed(tmp_path: Path) -> None:
     tiny_config().save_pretrained(tmp_path)
     for src in (tmp_path, tmp_path / "config.json"):
         result = CliRunner().invoke(
@@ -154,7 +154,7 @@ def test_configurations_are_read_from_folders_files_and_presets(tmp_path: Path) 
     assert read_config("3b").to_dict() == preset("3b").to_dict()
 
 
-def test_a_presets_revision_is_refused() -> None:
+def test_presets_revision_is_refused() -> None:
     with pytest.raises(ValueError, match="3b is a preset, got 'main'"):
         read_config("3b", "main")
 

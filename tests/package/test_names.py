@@ -51,7 +51,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
 
 @pytest.mark.parametrize("auto_class", AUTO_CLASSES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_saved_folder_loads_as_our_class_of_which_transformers_has_no_name(
+def test_saved_folder_loads_as_our_class_of_which_transformers_has_no_name(
     variant: str, auto_class: str, tmp_path: Path
 ) -> None:
     model = tiny(auto_class, variant)
@@ -76,7 +76,7 @@ def test_classes_are_imported_by_the_names_that_transformers_has_too() -> None:
         assert getattr(modeling_diffllama, model_class.__name__) is model_class  # so it can be pickled
 
 
-def test_a_pickled_model_is_the_same(tmp_path: Path) -> None:
+def test_pickled_model_is_the_same(tmp_path: Path) -> None:
     model = tiny("AutoModelForCausalLM")
     again = pickle.loads(pickle.dumps(model))
     assert type(again) is type(model)

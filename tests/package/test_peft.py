@@ -82,9 +82,7 @@ facts["last"] = all(mapping["diff_llama"] == mapping["llama"] for mapping in kno
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_an_adapter_without_named_layers_begins_as_the_model_and_learns(
-    variant: str, method: str, tmp_path: Path
-) -> None:
+def test_adapter_without_named_layers_begins_as_the_model_and_learns(variant: str, method: str, tmp_path: Path) -> None:
     base = logits(tiny_model(variant))
     model = get_peft_model(tiny_model(variant), METHODS[method])
     if method == "LoRA":  # a Llama's default
@@ -178,7 +176,7 @@ def test_in_8_bits_the_logits_are_almost_the_models(variant: str, tmp_path: Path
 
 @pytest.mark.parametrize("bits", [NF4, {"load_in_8bit": True}], ids=["4 bits", "8 bits"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_an_adapter_learns_on_a_quantized_model_and_loads(variant: str, bits: dict[str, Any], tmp_path: Path) -> None:
+def test_adapter_learns_on_a_quantized_model_and_loads(variant: str, bits: dict[str, Any], tmp_path: Path) -> None:
     tiny_model(variant, **DIVISIBLE).save_pretrained(tmp_path / "base")
     model = prepare_model_for_kbit_training(quantized(tmp_path / "base", **bits))
     model = get_peft_model(model, LoraConfig(task_type=TASK))
@@ -239,7 +237,7 @@ for variant in ("v1", "v2"):
 """
 
 
-def test_an_adapter_and_its_trained_lambda_load_onto_the_model_of_remote_code(tmp_path: Path) -> None:
+def test_adapter_and_its_trained_lambda_load_onto_the_model_of_remote_code(tmp_path: Path) -> None:
     expected = {}
     for variant in VARIANTS:
         base, adapter = tmp_path / variant / "base", tmp_path / variant / "adapter"

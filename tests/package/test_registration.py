@@ -173,7 +173,7 @@ facts["trusted"] = {{
         assert not known["untrusted"][auto].startswith("transformers.models.")
 
 
-def test_a_pickled_configuration_gives_our_models(tmp_path: Path) -> None:
+def test_pickled_configuration_gives_our_models(tmp_path: Path) -> None:
     (tmp_path / "pickle").write_bytes(pickle.dumps(tiny_config()))
     known = facts(f"""
 import pathlib, pickle

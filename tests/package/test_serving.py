@@ -164,7 +164,7 @@ def test_requests_that_cannot_be_answered_are_refused_and_others_are_not(
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens": 10**9}, {"max_tokens": None, "generation_config": "{}"}], ids=str)
-def test_an_answer_ends_where_the_context_does(fields: dict[str, Any], local: InProcess) -> None:
+def test_answer_ends_where_the_context_does(fields: dict[str, Any], local: InProcess) -> None:
     answer = local.complete("w6 " * (SHORT - 3), **fields).json()
     assert answer["usage"]["total_tokens"] == SHORT
     assert answer["choices"][0]["finish_reason"] == "length"
@@ -184,7 +184,7 @@ def test_large_bodies_are_refused_before_they_are_read(local: InProcess) -> None
     assert local.complete("w6" + " " * 2**20).status_code == 200
 
 
-def test_a_server_of_a_model_loads_no_other(local: InProcess, tmp_path: Path) -> None:
+def test_server_of_a_model_loads_no_other(local: InProcess, tmp_path: Path) -> None:
     for name in (str(tmp_path), "", f"{local.folder}@other"):
         refused = local.client.post("/load_model", json={"model": name})
         assert (refused.status_code, "pinned" in refused.text) == (400, True)

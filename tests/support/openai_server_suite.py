@@ -103,19 +103,19 @@ class Answering:
     long = 900
     """Tokens of answers that take longer than 20 s when eight clients wait for them."""
 
-    def test_it_chats(self, server: Server, answers: dict[str, str]) -> None:
+    def test_server_chats(self, server: Server, answers: dict[str, str]) -> None:
         assert {content: ask(server, content) for content in answers} == answers
 
-    def test_it_streams(self, server: Server, answers: dict[str, str]) -> None:
+    def test_server_streams(self, server: Server, answers: dict[str, str]) -> None:
         chunks = [chunk for chunk in ask(server, stream=True) if chunk.choices]
         pieces = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices[0].delta.content]
         assert len(pieces) > 4
         assert "".join(pieces) == answers[QUESTION]
 
-    def test_the_readmes_client_is_answered(self, server: Server) -> None:
+    def test_readmes_client_is_answered(self, server: Server) -> None:
         assert len(readme_client(server).split()) > 10
 
-    def test_it_answers_many_at_once(self, server: Server, answers: dict[str, str]) -> None:
+    def test_server_answers_many_at_once(self, server: Server, answers: dict[str, str]) -> None:
         contents = [list(answers)[i % len(answers)] for i in range(AT_ONCE)]
         with ThreadPoolExecutor(AT_ONCE) as pool:
             got = list(pool.map(lambda content: ask(server, content), contents))
