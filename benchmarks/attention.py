@@ -71,7 +71,7 @@ class Attention:
 
     def __call__(self) -> torch.Tensor:
         """Outputs [b, queries, heads, width of values], by the chosen attention function."""
-        query = pad_queries(self.query) if self.joins else self.query
+        query = pad_queries(self.query, 1) if self.joins else self.query
         key = self.cached if self.decoding else (join_keys(self.key) if self.joins else self.key).transpose(1, 2)
         more = {"differential_lambda": self.differential_lambda} if self.differential else {}
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -89,7 +89,7 @@ class Attention:
             **more,
         )
         if output.shape[2] > self.gradient.shape[2]:  # both maps' outputs; a fused function returns their difference
-            output = combine_maps(output, self.differential_lambda)
+            output = combine_maps(output, self.differential_lambda, 1)
         return output
 
     def plain(self, inputs: Tensors, rows: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ in DESIGN: h differential heads, D width of values, d = D/2, w the width that is
 import torch
 
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
-from diffllama.modeling_diff.modeling_diffllama import HEAD_NORM_EPS
 
 
 def sizes(config: DiffLlamaConfig) -> tuple[int, int, int]:
@@ -99,16 +98,16 @@ def halves_from_neighbours(tensor: torch.Tensor, config: DiffLlamaConfig) -> tor
 
 
 def scale_to_our_epsilon(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
-    """Values for a head norm with ε = `HEAD_NORM_EPS`, from values for one with ε = `rms_norm_eps`.
+    """Values for a head norm with ε = `head_norm_eps`, from values for one with ε = `rms_norm_eps`.
 
     RMSNorm with ε of c·x is RMSNorm with ε/c² of x.
     """
-    return tensor * (HEAD_NORM_EPS / config.rms_norm_eps) ** 0.5
+    return tensor * (config.head_norm_eps / config.rms_norm_eps) ** 0.5
 
 
 def scale_to_their_epsilon(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
     """The inverse of `scale_to_our_epsilon`."""
-    return tensor * (config.rms_norm_eps / HEAD_NORM_EPS) ** 0.5
+    return tensor * (config.rms_norm_eps / config.head_norm_eps) ** 0.5
 
 
 def fold_head_norm(tensor: torch.Tensor, config: DiffLlamaConfig, weight: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from diffllama.checkpoints.errors import CheckpointError, lines
 from diffllama.checkpoints.files import NAMES
@@ -33,7 +34,7 @@ from diffllama.conversion.unilm_reference import under
 from diffllama.conversion.verification import token_ids
 from diffllama.conversion.weight_map import Operation, Rule, WeightMap, plan
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
-from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention, DiffLlamaRotaryEmbedding
+from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention
 
 
 _ATTENTION = "model.layers.{i}.self_attn."
@@ -232,7 +233,7 @@ def reference_outputs(
     attention_only: bool = False,
 ) -> list[torch.Tensor]:
     """What unilm's formulas give for weights under unilm's names. They know no cache, which must not matter."""
-    rotary = DiffLlamaRotaryEmbedding(config)
+    rotary = LlamaRotaryEmbedding(config.rotary_config())
     arguments: dict[str, Any] = {
         "inverse_frequencies": rotary.inv_freq,
         "attention_scaling": rotary.attention_scaling,
@@ -259,7 +260,7 @@ def attention_outputs(
     }
     x = attention_inputs(config).to(dtype)
     config = DiffLlamaConfig(**config.to_dict(), attn_implementation=implementation)
-    cosines_and_sines = DiffLlamaRotaryEmbedding(config)(x, torch.arange(x.shape[1])[None])
+    cosines_and_sines = LlamaRotaryEmbedding(config.rotary_config())(x, torch.arange(x.shape[1])[None])
     future = torch.full((x.shape[1],) * 2, -torch.inf, dtype=dtype).triu(1)
     outputs = []
     for i in range(config.num_hidden_layers):

@@ -93,7 +93,7 @@ class AttentionCall:
         if self.differential_lambda is None:
             return maps
         weight = self.differential_lambda
-        return differential_maps(maps, weight if weight.dim() == 1 else weight[:, rows])
+        return differential_maps(maps, weight if weight.dim() == 1 else weight[:, rows], 1)
 
     def output(self, maps: torch.Tensor) -> torch.Tensor:
         """Softmax maps [b, H, rows, m] times the values: [b, rows, H, D]."""

@@ -4,6 +4,7 @@
 
 import copy
 import functools
+import math
 import reprlib
 from collections.abc import Mapping
 from typing import Any, Literal, NoReturn
@@ -16,13 +17,11 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 
+HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 AUTO_MAP = {
     "AutoConfig": "configuration_diffllama.DifferentialLlamaConfig",
     "AutoModel": "modeling_diffllama.DifferentialLlamaModel",
-    "AutoModelForCausalLM": "modeling_diffllama.DifferentialLlamaForCausalLM",
-    "AutoModelForSequenceClassification": "modeling_diffllama.DifferentialLlamaForSequenceClassification",
-    "AutoModelForTokenClassification": "modeling_diffllama.DifferentialLlamaForTokenClassification",
-    "AutoModelForQuestionAnswering": "modeling_diffllama.DifferentialLlamaForQuestionAnswering",
+    **{f"AutoModel{head}": f"modeling_diffllama.DifferentialLlama{head}" for head in HEADS},
 }
 """Auto class -> the class that it loads, as `file.Class` in a Hub folder."""
 
@@ -33,12 +32,13 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "intermediate_size": (1, 2**20),
     "num_hidden_layers": (1, 2**12),
     "num_attention_heads": (1, 2**14),
-    "num_key_value_heads": (1, 2**13),
+    **dict.fromkeys(("num_noise_heads", "num_key_value_heads"), (1, 2**13)),
     **dict.fromkeys(("hidden_size", "head_dim"), (1, 2**17)),
     "max_position_embeddings": (1, 2**31 - 1),
     "num_labels": (1, 2**20),
     "initializer_range": (0.0, 1.0),
-    "rms_norm_eps": (1e-30, 1.0),  # 0 would divide the embedding of the padding token by its own norm, which is 0
+    # 0 would divide the embedding of the padding token by its own norm, which is 0
+    **dict.fromkeys(("rms_norm_eps", "head_norm_eps"), (1e-30, 1.0)),
 }
 """Field -> its least and its greatest value, which is far beyond published models."""
 
@@ -101,45 +101,48 @@ class DifferentialLlamaConfig(PreTrainedConfig):
     r"""
     Configuration of a Llama whose attention is differential.
 
-    A differential head computes `(softmax(Q1 K1ᵀ/√d) - λ softmax(Q2 K2ᵀ/√d)) V`. The three fields from which engines
-    size caches and kernels describe the one attention call that computes every head of a layer. In the paper's words
-    (arXiv 2410.05258, section 2) a layer has `h` heads of width `d`, and values are `D = 2d` wide:
+    A differential head computes `(softmax(Q1 K1ᵀ/√d) - λ softmax(Q2 K2ᵀ/√d)) V`. The fields from which engines size
+    caches and kernels describe the one attention call that computes every head of a layer. In the paper's words (arXiv
+    2410.05258, section 2) a layer has `h` heads of width `d`, and values are `D = 2d` wide. In grouped differential
+    attention (arXiv 2510.06949) r heads share the second map, the noise; r = 1 is the paper:
 
-    | field                 | value                        | 3B model of the paper (h = 12, d = 128) |
-    | --------------------- | ---------------------------- | --------------------------------------- |
-    | `num_attention_heads` | H = 2h, the softmax maps     | 24                                      |
-    | `num_key_value_heads` | key/value heads of width D   | 12                                      |
-    | `head_dim`            | D, width of keys and values  | 256                                     |
+    | field                 | value                                      | the paper's 3B (h = 12, d = 128) |
+    | --------------------- | ------------------------------------------ | -------------------------------- |
+    | `num_attention_heads` | H = h + h/r, the softmax maps              | 24                               |
+    | `num_noise_heads`     | h/r, groups of r signal maps and one noise | 12                               |
+    | `num_key_value_heads` | key/value heads of width D                 | 12                               |
+    | `head_dim`            | D, width of keys and values                | 256                              |
 
     Fields that are not listed mean what they mean in `LlamaConfig`.
 
     Args:
-        num_attention_heads (`int`, defaults to 32): Number of softmax maps H, two for each differential head. Even.
-        num_key_value_heads (`int`, *optional*, defaults to `num_attention_heads // 2`): Number of key/value heads.
-            Divides the number of differential heads, `num_attention_heads // 2`.
-        head_dim (`int`, *optional*, defaults to `hidden_size // (num_attention_heads // 2)`): Width D of keys and
-            values. V1 splits a key into two of width d = D/2; V2 does not split.
+        num_attention_heads (`int`, defaults to 32): A multiple of `num_noise_heads`, at least twice.
+        num_noise_heads (`int`, *optional*, defaults to `num_attention_heads // 2`): A multiple of
+            `num_key_value_heads`, so that a group reads one key/value head.
+        num_key_value_heads (`int`, *optional*, defaults to `num_noise_heads`): Number of key/value heads.
+        head_dim (`int`, *optional*, defaults to `hidden_size` / h): V1 splits a key into two of width d = D/2.
         diff_variant (`"v1"` or `"v2"`, defaults to `"v1"`): `"v1"` is the paper: λ per layer from four learned vectors,
             RMSNorm over each head, times (1 - λ_init). `"v2"` is microsoft/unilm's second version: λ = sigmoid of a
-            projection, per token and head; two queries of width D for each head on ordinary keys; no head norm.
-        lambda_init (`"exponential"` or a `float` in (0, 1), defaults to `"exponential"`): λ_init, V1 only.
-            `"exponential"` is 0.8 - 0.6·exp(-0.3·l) for layer l = 0, 1, …; a number is for all layers (an ablation).
+            projection, per token and head; queries of width D on ordinary keys; no head norm.
+        lambda_init (`"exponential"`, a `float` in (0, 1) or a list, defaults to `"exponential"`): λ_init, V1 only.
+            `"exponential"` is 0.8 - 0.6·exp(-0.3·l) for layer l = 0, 1, …; a number is for all layers (an ablation); a
+            list has a finite number for each layer.
         lambda_std_dev (`float`, defaults to 0.1): Standard deviation of the four λ vectors at initialisation, V1 only.
             Its square is at most 14/√d, so that λ is finite in float32.
         head_norm (`bool`, defaults to `True`): Whether heads are normalised, V1 only. `False` is the paper's ablation;
             it also drops the factor (1 - λ_init), which is the scale of that norm.
         head_norm_affine (`bool`, defaults to `True`): Whether the head norm has a learned weight.
-        rms_norm_eps (`float`, defaults to 1e-6): ε of the layers' RMSNorm. The head norm's is 1e-5, as published.
+        head_norm_eps (`float`, defaults to 1e-5): ε of the head norm; `rms_norm_eps` (1e-6) is that of the others.
+        hidden_act (`str`, defaults to `"silu"`): One of transformers' activations, or `"poly_norm"` (arXiv 2411.03884).
+        gated_mlp (`bool`, defaults to `True`): Whether the feed-forward has Llama's gate.
         rope_parameters (`dict`, *optional*): Rotary embedding: `rope_type` (`"default"`, `"linear"`, `"dynamic"`,
-            `"yarn"`, `"longrope"`, `"llama3"`, …), `rope_theta` and what the type needs. Applies to the width that is
-            rotated, see `rotary_dim`.
+            `"yarn"`, `"longrope"`, `"llama3"`, …), `rope_theta` and what the type needs, for the width `rotary_dim`.
         attention_out_bias (`bool`, *optional*, defaults to `attention_bias`): Whether the output projection has a bias.
-        attention_dropout (`float`, defaults to 0.0): Dropout on each of the two softmax maps while training.
+        attention_dropout (`float`, defaults to 0.0): Dropout on each softmax map while training.
         use_qk_norm (`bool`, defaults to `False`): Whether every query and key of a map is normalised before it is
-            rotated: RMSNorm over its width (d in V1, D in V2) with `rms_norm_eps` and a learned weight, one for all
-            queries and one for all keys of a layer.
-        no_rope_layers (`list[int]`, *optional*): For each layer, 1 if it rotates queries and keys and 0 if it does not.
-            By default all layers do.
+            rotated: RMSNorm over its width with `rms_norm_eps`, one weight for a layer's queries and one for its keys.
+        no_rope_layers (`list[int]`, *optional*): For each layer, 1 if it rotates queries and keys (default) and 0 if
+            it does not.
         sliding_window (`int`, *optional*): How many tokens, itself among them, a token sees in the layers that
             `layer_types` names `"sliding_attention"`. At least 2.
         layer_types (`list[str]`, *optional*): For each layer, `"full_attention"` or `"sliding_attention"`. By default
@@ -174,14 +177,17 @@ class DifferentialLlamaConfig(PreTrainedConfig):
     intermediate_size: int = 11008
     num_hidden_layers: int = 32
     num_attention_heads: int = 32
+    num_noise_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     diff_variant: Literal["v1", "v2"] = "v1"
-    lambda_init: str | float = "exponential"
+    lambda_init: str | float | list[float] = "exponential"
     lambda_std_dev: int | float = 0.1
     head_norm: bool = True
     head_norm_affine: bool = True
+    head_norm_eps: float = 1e-5
     hidden_act: str = "silu"
+    gated_mlp: bool = True
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
@@ -206,9 +212,11 @@ class DifferentialLlamaConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._check_inherited_fields(vars(self) | kwargs)
-        heads = max(self.num_attention_heads // 2, 1)  # the rule for wrong counts is in validate_architecture
+        if self.num_noise_heads is None:
+            self.num_noise_heads = max(self.num_attention_heads // 2, 1)  # rules are in validate_architecture
         if self.num_key_value_heads is None:
-            self.num_key_value_heads = heads
+            self.num_key_value_heads = self.num_noise_heads
+        heads = max(self.num_signal_heads, 1)
         if self.head_dim is None and self.hidden_size % heads == 0:
             self.head_dim = self.hidden_size // heads
         if self.attention_out_bias is None:
@@ -220,9 +228,13 @@ class DifferentialLlamaConfig(PreTrainedConfig):
         # Every saved configuration says where its classes are, so that any folder of this model can be a Hub folder.
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__post_init__(**kwargs)
-        has = {"q_norm": self.use_qk_norm, "k_norm": self.use_qk_norm, "lambda_proj": self.diff_variant == "v2"}
+        has = {"lambda_proj": self.diff_variant == "v2", "gate_proj": self.gated_mlp}
+        has |= dict.fromkeys(("q_norm", "k_norm"), self.use_qk_norm)
         plan = type(self).base_model_tp_plan.items()  # the instance's names what it has; neither is saved
         self.base_model_tp_plan = {name: style for name, style in plan if has.get(name.rpartition(".")[2], True)}
+        if self.hidden_act == "poly_norm":  # its means are over the whole width
+            whole = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
+            self.base_model_tp_plan |= {k: whole[v] for k, v in self.base_model_tp_plan.items() if ".mlp." in k}
 
     def _check_inherited_fields(self, given: Mapping[str, Any]) -> None:
         """Checks fields that transformers makes lists of, converts or obeys."""
@@ -241,6 +253,16 @@ class DifferentialLlamaConfig(PreTrainedConfig):
             value = given.get(name)
             if isinstance(value, dict) and {*LAYER_TYPES, *(self.layer_types or ())} & set(value):
                 refuse(name, value, "must be the same for all layers, not one for each layer type")
+
+    @property
+    def num_signal_heads(self) -> int:
+        """Number s of differential heads, each of which has a signal map."""
+        return self.num_attention_heads - (self.num_noise_heads or 0)
+
+    @property
+    def signals_per_noise(self) -> int:
+        """Number r of signal maps that share a noise map."""
+        return self.num_signal_heads // (self.num_noise_heads or 1)
 
     @property
     def rotary_dim(self) -> int:
@@ -273,10 +295,9 @@ class DifferentialLlamaConfig(PreTrainedConfig):
             if name not in lists:
                 numbers = [numbers]
             elif not isinstance(numbers, list) or len(numbers) != self.rotary_dim // 2:
-                width = f"{self.rotary_dim} (`head_dim`={self.head_dim}, `diff_variant`={self.diff_variant!r})"
                 count = len(numbers) if isinstance(numbers, list) else 0
-                rule = f"must have {self.rotary_dim // 2} numbers, half of the rotated width {width}, not {count}"
-                refuse(field, numbers, rule)
+                rule = f"must have {self.rotary_dim // 2} numbers, half of the rotated width {self.rotary_dim}"
+                refuse(field, numbers, f"{rule}, not {count}")
             for number in numbers:
                 check_bounds(field, number, bounds)
         if rope_type == "dynamic" and self.rotary_dim < 4:
@@ -294,18 +315,18 @@ class DifferentialLlamaConfig(PreTrainedConfig):
     def validate_architecture(self) -> None:
         """Checks the fields against each other."""
         self._check_inherited_fields(vars(self))
-        heads = self.num_attention_heads // 2
         if self.head_dim is None:
-            rule = f"`hidden_size` ({self.hidden_size}) is no multiple of {heads} = num_attention_heads // 2"
+            rule = f"`hidden_size` ({self.hidden_size}) is no multiple of the signal heads ({self.num_signal_heads})"
             refuse("head_dim", None, f"must be given where {rule}")
         for name, bounds in BOUNDS.items():
             check_bounds(name, 1 if name == "num_labels" else getattr(self, name), bounds)
-        assert self.num_key_value_heads is not None  # else refused just now
-        if self.num_attention_heads % 2:
-            refuse("num_attention_heads", self.num_attention_heads, "must be even (two softmax maps for each head)")
-        if heads % self.num_key_value_heads:
-            rule = f"must divide the number of differential heads ({heads} = num_attention_heads // 2)"
-            refuse("num_key_value_heads", self.num_key_value_heads, rule)
+        noise, keys = self.num_noise_heads or 1, self.num_key_value_heads or 1
+        if self.num_attention_heads % noise or self.num_attention_heads == noise:
+            rule = f"must be two or more times `num_noise_heads` ({noise}), which is half of it unless given"
+            refuse("num_attention_heads", self.num_attention_heads, rule)
+        if noise % keys:
+            rule = f"must divide `num_noise_heads` ({noise} of `num_attention_heads`={self.num_attention_heads})"
+            refuse("num_key_value_heads", keys, rule)
         multiple, why = (4, "two keys, each rotated in pairs") if self.diff_variant == "v1" else (2, "rotated in pairs")
         if self.head_dim % multiple:
             rule = f"must be a multiple of {multiple} for diff_variant={self.diff_variant!r} ({why})"
@@ -316,13 +337,14 @@ class DifferentialLlamaConfig(PreTrainedConfig):
             ids = getattr(self, name)
             for token_id in ids if isinstance(ids, list) else [-1 if ids is None else ids]:
                 check_bounds(name, token_id, (-1, 2**31 - 1))  # -1 is how some files say that there is none
-        constant = self.lambda_init
-        if constant != "exponential" and not (isinstance(constant, float) and 0.0 < constant < 1.0):
-            refuse("lambda_init", constant, "must be 'exponential' or a float in (0, 1)")
+        given = self.lambda_init if isinstance(self.lambda_init, list) else []
+        constant = isinstance(self.lambda_init, float) and 0.0 < self.lambda_init < 1.0
+        if not (given or constant or self.lambda_init == "exponential") or not all(map(math.isfinite, given)):
+            refuse("lambda_init", self.lambda_init, "must be 'exponential', a float in (0, 1) or a list of finite ones")
         # λq·λk has the standard deviation lambda_std_dev² √d, of which six are to stay below 88, where exp overflows
         check_bounds("lambda_std_dev", self.lambda_std_dev, (0.0, (14 / self.rotary_dim**0.5) ** 0.5))
-        if self.hidden_act not in ACT2FN:
-            refuse("hidden_act", self.hidden_act, f"must be one of {', '.join(ACT2FN)}")
+        if self.hidden_act not in (*ACT2FN, "poly_norm"):
+            refuse("hidden_act", self.hidden_act, f"must be one of poly_norm, {', '.join(ACT2FN)}")
         for name in ("attention_dropout", "classifier_dropout"):
             dropout = getattr(self, name, None)
             if dropout is not None and not (isinstance(dropout, int | float) and 0.0 <= dropout < 1.0):
@@ -330,14 +352,14 @@ class DifferentialLlamaConfig(PreTrainedConfig):
 
     def validate_layer_type(self) -> None:
         """Checks the fields that have an entry for each layer, and the window of those that slide."""
-        for name, values in (("layer_types", LAYER_TYPES), ("no_rope_layers", (0, 1))):
+        for name, values in (("layer_types", LAYER_TYPES), ("no_rope_layers", (0, 1)), ("lambda_init", None)):
             entries = getattr(self, name)
-            if entries is None:
+            if not isinstance(entries, list):
                 continue
             if len(entries) != self.num_hidden_layers:
                 rule = f"must have an entry for each of the `num_hidden_layers` ({self.num_hidden_layers}) layers"
                 refuse(name, entries, f"{rule}, not {len(entries)}")
-            if not set(entries) <= set(values):
+            if values is not None and not set(entries) <= set(values):
                 refuse(name, entries, f"must hold {values[0]!r} and {values[1]!r} only")
         if self.sliding_window is None and "sliding_attention" in (self.layer_types or ()):
             refuse("layer_types", self.layer_types, "must all be 'full_attention' where `sliding_window` is None")
@@ -345,6 +367,5 @@ class DifferentialLlamaConfig(PreTrainedConfig):
             check_bounds("sliding_window", self.sliding_window, (2, 2**31 - 1))  # a token itself and one before it
 
 
-# transformers' Auto classes look models up by the *name* of the configuration's class, and transformers has a
-# `DiffLlamaConfig` for an architecture of its own: under that name they would build its models from this configuration.
+# Auto classes look models up by the *name* of this class: under `DiffLlamaConfig` they find transformers' own model.
 DiffLlamaConfig = DifferentialLlamaConfig

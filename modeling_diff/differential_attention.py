@@ -8,10 +8,11 @@ A differential head of the paper (arXiv 2410.05258, equation 1),
 
 is a grouped-query attention group: joined keys K = [K1 | K2] of the values' width D = 2d, and the two queries padded
 with zeros, [Q1 | 0] and [0 | Q2], so that [Q1 | 0]·K = Q1·K1 and [0 | Q2]·K = Q2·K2. Any engine computes both maps'
-outputs in one call that reads keys and values once; `combine_maps` then subtracts them.
+outputs in one call that reads keys and values once; `combine_maps` then subtracts them. In grouped differential
+attention (arXiv 2510.06949) r signal queries, the Q1, share one noise query, Q2.
 
-Letters in shapes: b batch, n tokens, m keys, h differential heads, d width of one map's query and key, D width of
-values. The two maps of a head are neighbours in every tensor.
+Letters in shapes: b batch, n tokens, m keys, H query heads, of which s are signals, d width of one map's query and key,
+D width of values. Query heads come in groups, r signals and then their noise.
 """
 
 import math
@@ -30,16 +31,16 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def pad_queries(query: torch.Tensor) -> torch.Tensor:
-    """[b, n, 2h, d] -> [b, n, 2h, 2d]: zeros after each first query of a pair and before each second one."""
-    pairs = query.unflatten(-2, (-1, 2))  # [b, n, h, 2, d]
-    quarters = pairs.new_zeros(*pairs.shape[:-2], 4, pairs.shape[-1])  # q1, 0, 0, q2
-    quarters[..., ::3, :] = pairs
-    return quarters.view(*query.shape[:-1], -1)
+def pad_queries(query: torch.Tensor, r: int) -> torch.Tensor:
+    """[b, n, H, d] -> [b, n, H, 2d]: zeros after each of the r signals of a group and before its noise."""
+    groups = query.unflatten(-2, (-1, r + 1))
+    halves = groups.new_zeros(*groups.shape[:-2], 2 * r + 2, groups.shape[-1])  # s, 0, …, s, 0, 0, noise
+    halves[..., : 2 * r : 2, :], halves[..., -1, :] = groups[..., :r, :], groups[..., r, :]
+    return halves.view(*query.shape[:-1], -1)
 
 
 def join_keys(key: torch.Tensor) -> torch.Tensor:
-    """[b, n, 2h, d] -> [b, n, h, 2d]: the two keys of each pair side by side."""
+    """[b, n, 2h, d] -> [b, n, h, 2d]: the signals' and the noise's key of each of h key/value heads side by side."""
     return key.unflatten(-2, (-1, 2)).flatten(-2)
 
 
@@ -53,18 +54,19 @@ def vector_lambda(
     return first - second + lambda_init
 
 
-def combine_maps(output: torch.Tensor, differential_lambda: torch.Tensor) -> torch.Tensor:
-    """o1 - λ·o2 of each pair: [b, n, 2h, D], λ [1] or [b, n, h, 1] -> [b, n, h, D] in `output`'s dtype.
+def combine_maps(output: torch.Tensor, differential_lambda: torch.Tensor, r: int) -> torch.Tensor:
+    """Signal - λ·noise: [b, n, H, D] in groups of r signals and their noise, λ [1] or [b, n, s, 1] -> [b, n, s, D].
 
     λ has a dimension of its own, so that it promotes half-precision outputs and the difference is float32.
     """
-    first, second = output.unflatten(-2, (-1, 2)).unbind(-2)
-    return (first - differential_lambda * second).to(output.dtype)
+    groups = output.unflatten(-2, (-1, r + 1))
+    scale = differential_lambda if differential_lambda.dim() == 1 else differential_lambda.unflatten(-2, (-1, r))
+    return (groups[..., :r, :] - scale * groups[..., r:, :]).flatten(-3, -2).to(output.dtype)
 
 
-def differential_maps(maps: torch.Tensor, differential_lambda: torch.Tensor) -> torch.Tensor:
-    """A1 - λ·A2 of each pair: softmax maps [b, 2h, n, m], λ [1] or [b, n, h, 1] -> [b, h, n, m], signed."""
-    return combine_maps(maps.transpose(1, 2), differential_lambda).transpose(1, 2)
+def differential_maps(maps: torch.Tensor, differential_lambda: torch.Tensor, r: int) -> torch.Tensor:
+    """`combine_maps` of softmax maps: [b, H, n, m], λ [1] or [b, n, s, 1] -> [b, s, n, m], signed."""
+    return combine_maps(maps.transpose(1, 2), differential_lambda, r).transpose(1, 2)
 
 
 class DiffLlamaRMSNorm(nn.Module):
@@ -83,6 +85,20 @@ class DiffLlamaRMSNorm(nn.Module):
         hidden_states = (hidden_states * torch.rsqrt(variance + self.variance_epsilon)).to(dtype)
         return hidden_states if self.weight is None else self.weight * hidden_states
 
-    def extra_repr(self) -> str:
-        """Shape of the weight and ε, for `print(model)`."""
-        return f"{None if self.weight is None else tuple(self.weight.shape)}, eps={self.variance_epsilon}"
+
+class DiffLlamaPolyNorm(nn.Module):
+    """The activation w0·n(x³) + w1·n(x²) + w2·n(x) + b, n(z) = z / √(mean(z²) + 1e-6) over the last dimension, in
+    float32 (or float64), with a weight w [3] and a bias b [1] (arXiv 2411.03884)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), 1 / 3))
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., intermediate_size] -> the same shape and dtype."""
+        x = hidden_states.to(at_least_float32(hidden_states.dtype))
+        square = x * x
+        first, second, third = (torch.rsqrt((square**i).mean(-1, keepdim=True) + 1e-6) for i in (1, 2, 3))
+        w0, w1, w2 = self.weight.to(x.dtype)
+        return (((w0 * third * x + w1 * second) * x + w2 * first) * x + self.bias).to(hidden_states.dtype)

@@ -1,19 +1,17 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Differential Llama: a Llama whose attention is differential (arXiv 2410.05258).
-
-Letters in shapes: b batch, n tokens, m keys, h differential heads, d width of one map's query and key, D width of
-values.
-"""
+"""A Llama whose attention is differential (arXiv 2410.05258). Letters in shapes are `differential_attention`'s."""
 
 import copy
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import initialization as init
+from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -31,8 +29,9 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import is_flash_attention_requested, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .configuration_diffllama import DiffLlamaConfig
+from .configuration_diffllama import AUTO_MAP, DiffLlamaConfig
 from .differential_attention import (
+    DiffLlamaPolyNorm,
     DiffLlamaRMSNorm,
     at_least_float32,
     combine_maps,
@@ -44,17 +43,10 @@ from .differential_attention import (
 )
 
 
-HEAD_NORM_EPS = 1e-5  # as in microsoft/unilm's modules; the layers' own is `config.rms_norm_eps`
-
 DIFF_ATTENTION = "diff_attention"  # the package diffllama registers it; it subtracts the two maps itself
+ACT2FN["poly_norm"] = DiffLlamaPolyNorm  # by which LlamaMLP makes it
+LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")  # of V1, each [d]
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-
-
-class DiffLlamaRotaryEmbedding(LlamaRotaryEmbedding):
-    """Llama's rotary embedding, of every `rope_type`, for vectors of width `config.rotary_dim`."""
-
-    def __init__(self, config: DiffLlamaConfig) -> None:
-        super().__init__(config.rotary_config())
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -75,10 +67,8 @@ def check_attention_mask(mask: Any, b: int, n: int, cache: Cache | None) -> None
             raise ValueError(f"`attention_mask` of four dimensions {rule}, got {dtype}.")
         return
     past = 0 if cache is None else cache.get_seq_length()
-    if isinstance(past, torch.Tensor) and torch.compiler.is_compiling():
+    if (isinstance(past, torch.Tensor) and torch.compiler.is_compiling()) or shape == (b, past + n):
         return  # compiled code cannot look how much a static cache holds
-    if shape == (b, past + n):
-        return
     if cache is None or shape != (b, max(sum(cache.get_mask_sizes(n, i)) for i in range(max(1, len(cache.layers))))):
         raise ValueError(
             f"`attention_mask` must be [{b}, {int(past) + n}], with a 1 for each of the {int(past)} tokens in the "
@@ -115,24 +105,24 @@ def eager_attention_forward(
     output_softmax_maps: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention in plain PyTorch: both maps and their difference in float32 (float64 in a float64 model).
+    """Attention in plain PyTorch: all maps and their differences in float32 (float64 in a float64 model).
 
     Args:
-        query: [b, 2h, n, D]. key, value: [b, num_key_value_heads, m, D].
-        attention_mask: added to the scores, or boolean, true where a query sees a key; broadcast to [b, 2h, n, m].
-        differential_lambda: λ, [1] or [b, n, h, 1].
+        query: [b, H, n, D]. key, value: [b, num_key_value_heads, m, D].
+        attention_mask: added to the scores, or boolean, true where a query sees a key; broadcast to [b, H, n, m].
+        differential_lambda: λ, [1] or [b, n, s, 1].
 
     Returns:
-        [b, n, h, D], and with `output_attentions` the maps after dropout, differential [b, h, n, m] in the queries'
-        dtype, or with `output_softmax_maps` softmax [b, 2h, n, m] in float32 (or float64).
+        [b, n, s, D], and with `output_attentions` the maps after dropout, differential [b, s, n, m] in the queries'
+        dtype, or with `output_softmax_maps` softmax [b, H, n, m] in float32 (or float64).
     """
     scores = torch.matmul(query, repeat_kv(key, module.num_key_value_groups).transpose(2, 3)) * scaling
     if attention_mask is not None:
         scores = scores + additive_mask(attention_mask, query.dtype)
     softmax_maps = nn.functional.softmax(scores, dim=-1, dtype=at_least_float32(query.dtype))
     softmax_maps = nn.functional.dropout(softmax_maps, p=dropout, training=module.training)
-    maps = differential_maps(softmax_maps, differential_lambda).to(query.dtype)
-    output = torch.matmul(maps, repeat_kv(value, module.num_key_value_groups // 2)).transpose(1, 2).contiguous()
+    maps = differential_maps(softmax_maps, differential_lambda, module.signals_per_noise).to(query.dtype)
+    output = torch.matmul(maps, repeat_kv(value, maps.shape[1] // value.shape[1])).transpose(1, 2).contiguous()
     if not (module.config.output_attentions if output_attentions is None else output_attentions):
         return output, None
     return output, softmax_maps if output_softmax_maps else maps
@@ -140,7 +130,7 @@ def eager_attention_forward(
 
 class DiffLlamaAttention(nn.Module):
     """Differential attention, V1 or V2, as one call of the configured attention function: ordinary grouped-query
-    attention with 2h query heads on `num_key_value_heads` key/value heads of width D, which every implementation, cache
+    attention with H query heads on `num_key_value_heads` key/value heads of width D, which every implementation, cache
     and engine computes. Head counts are read from tensors: under tensor parallelism the configuration's are not local.
     """
 
@@ -155,6 +145,7 @@ class DiffLlamaAttention(nn.Module):
         self.head_dim = config.head_dim
         self.map_dim = config.rotary_dim  # d in V1, D in V2: width of one map's query and key
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.signals_per_noise = config.signals_per_noise
         self.scaling = self.map_dim**-0.5
         self.attention_dropout = config.attention_dropout or 0.0
         self.is_causal = True
@@ -163,33 +154,31 @@ class DiffLlamaAttention(nn.Module):
         self.use_rope = config.no_rope_layers is None or config.no_rope_layers[layer_idx] == 1
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
 
-        heads = config.num_attention_heads // 2
         hidden_size, key_value_size = config.hidden_size, config.num_key_value_heads * self.head_dim
+        output_size = config.num_signal_heads * self.head_dim
         self.q_proj = nn.Linear(hidden_size, config.num_attention_heads * self.map_dim, bias=config.attention_bias)
         self.k_proj = nn.Linear(hidden_size, key_value_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(hidden_size, key_value_size, bias=config.attention_bias)
-        self.o_proj = nn.Linear(heads * self.head_dim, hidden_size, bias=bool(config.attention_out_bias))
+        self.o_proj = nn.Linear(output_size, hidden_size, bias=bool(config.attention_out_bias))
         if self.use_qk_norm:
             self.q_norm = DiffLlamaRMSNorm(self.map_dim, config.rms_norm_eps)
             self.k_norm = DiffLlamaRMSNorm(self.map_dim, config.rms_norm_eps)
 
         self.head_norm = None
         if self.diff_variant == "v1":
-            constant = config.lambda_init
-            self.lambda_init = exponential_lambda_init(layer_idx) if isinstance(constant, str) else constant
-            self.lambda_q1 = nn.Parameter(torch.empty(self.map_dim))
-            self.lambda_k1 = nn.Parameter(torch.empty(self.map_dim))
-            self.lambda_q2 = nn.Parameter(torch.empty(self.map_dim))
-            self.lambda_k2 = nn.Parameter(torch.empty(self.map_dim))
+            given = config.lambda_init[layer_idx] if isinstance(config.lambda_init, list) else config.lambda_init
+            self.lambda_init = exponential_lambda_init(layer_idx) if isinstance(given, str) else given
+            for name in LAMBDA_VECTORS:
+                self.register_parameter(name, nn.Parameter(torch.empty(self.map_dim)))
             if config.head_norm:
-                self.head_norm = DiffLlamaRMSNorm(self.head_dim, HEAD_NORM_EPS, config.head_norm_affine)
+                self.head_norm = DiffLlamaRMSNorm(self.head_dim, config.head_norm_eps, config.head_norm_affine)
         else:
-            self.lambda_proj = nn.Linear(hidden_size, heads, bias=False)
+            self.lambda_proj = nn.Linear(hidden_size, config.num_signal_heads, bias=False)
 
     def differential_lambda(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """λ in float32 (float64 in a float64 model): [1] in V1, [b, n, h, 1] in V2, of the layer's normalised input."""
+        """λ in float32 (float64 in a float64 model): [1] in V1, [b, n, s, 1] in V2, of the layer's normalised input."""
         if self.diff_variant == "v1":
-            return vector_lambda(self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2, self.lambda_init)
+            return vector_lambda(*(getattr(self, name) for name in LAMBDA_VECTORS), self.lambda_init)
         # Engines fuse the three projections that read `hidden_states` itself; the index keeps this one apart.
         logits = self.lambda_proj(hidden_states[...])
         return torch.sigmoid(logits.to(at_least_float32(logits.dtype))).unsqueeze(-1)
@@ -209,6 +198,9 @@ class DiffLlamaAttention(nn.Module):
         """
         input_shape = hidden_states.shape[:-1]
         query = self.q_proj(hidden_states).view(*input_shape, -1, self.map_dim)
+        if query.shape[-2] % (self.signals_per_noise + 1):
+            rule = f"must be a multiple of the tensor-parallel processes, which hold {query.shape[-2]} query heads each"
+            raise ValueError(f"`num_noise_heads` {rule}, got {self.config.num_noise_heads}.")
         key = self.k_proj(hidden_states).view(*input_shape, -1, self.map_dim)
         value = self.v_proj(hidden_states).view(*input_shape, -1, self.head_dim)
         differential_lambda = self.differential_lambda(hidden_states)
@@ -219,7 +211,7 @@ class DiffLlamaAttention(nn.Module):
             cos, sin = position_embeddings
             query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
         if self.diff_variant == "v1":
-            query, key = pad_queries(query), join_keys(key)
+            query, key = pad_queries(query, self.signals_per_noise), join_keys(key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
         if past_key_values is not None:
@@ -232,35 +224,36 @@ class DiffLlamaAttention(nn.Module):
         if self.paged_implementation is not None and kwargs.get("cache") is not None:
             implementation = self.paged_implementation
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        kwargs |= {"sliding_window": self.sliding_window, "differential_lambda": differential_lambda}
         attn_output, attn_weights = attention_interface(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            differential_lambda=differential_lambda,
-            **kwargs,
+            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
         )
 
         attn_output = attn_output.reshape(*input_shape, -1, self.head_dim)
-        if attn_output.shape[-2] == query.shape[1]:  # both maps' outputs, [b, n, 2h, D]
-            attn_output = combine_maps(attn_output, differential_lambda)  # [b, n, h, D]
+        if attn_output.shape[-2] == query.shape[1]:  # every map's output, [b, n, H, D]
+            attn_output = combine_maps(attn_output, differential_lambda, self.signals_per_noise)  # [b, n, s, D]
         if self.head_norm is not None:
             attn_output = self.head_norm(attn_output) * (1 - self.lambda_init)
         return self.o_proj(attn_output.flatten(-2)), attn_weights
 
 
+def feed_forward(config: DiffLlamaConfig) -> nn.Module:
+    """Llama's, down(act(gate(x))·up(x)), or without a gate down(act(up(x)))."""
+    if config.gated_mlp:
+        return LlamaMLP(config)
+    up = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+    down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+    return nn.Sequential(OrderedDict(up_proj=up, act_fn=ACT2FN[config.hidden_act], down_proj=down))
+
+
 class DiffLlamaDecoderLayer(GradientCheckpointingLayer):
-    """Pre-norm decoder layer: differential attention, then SwiGLU."""
+    """Pre-norm decoder layer: differential attention, then the feed-forward."""
 
     def __init__(self, config: DiffLlamaConfig, layer_idx: int) -> None:
         super().__init__()
         self.hidden_size = config.hidden_size
         self.self_attn = DiffLlamaAttention(config, layer_idx)
-        self.mlp = LlamaMLP(config)
+        self.mlp = feed_forward(config)
         self.input_layernorm = DiffLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = DiffLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -308,8 +301,11 @@ class DifferentialLlamaPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, DiffLlamaAttention) and module.diff_variant == "v1":
-            for vector in (module.lambda_q1, module.lambda_k1, module.lambda_q2, module.lambda_k2):
-                init.normal_(vector, mean=0.0, std=self.config.lambda_std_dev)
+            for name in LAMBDA_VECTORS:
+                init.normal_(getattr(module, name), mean=0.0, std=self.config.lambda_std_dev)
+        elif type(module).__name__ == "DiffLlamaPolyNorm":  # of whichever copy of this code was imported last
+            init.constant_(module.weight, 1 / 3)
+            init.zeros_(module.bias)
 
 
 class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
@@ -317,22 +313,15 @@ class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
 
     def __init__(self, config: DiffLlamaConfig) -> None:
         super().__init__(config)
-        self.padding_idx = config.pad_token_id
-        self.vocab_size = config.vocab_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(DiffLlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = DiffLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = DiffLlamaRotaryEmbedding(config)
+        self.rotary_emb = LlamaRotaryEmbedding(config.rotary_config())
         self.gradient_checkpointing = False
         self.post_init()
 
     def layer_masks(
-        self,
-        inputs_embeds: torch.Tensor,
-        attention_mask: torch.Tensor | dict[str, torch.Tensor | None] | None,
-        position_ids: torch.Tensor | None,
-        cache: Cache | None,
-        is_causal: bool | None,
+        self, inputs_embeds: torch.Tensor, attention_mask: Any, position_ids: Any, cache: Cache | None, is_causal: Any
     ) -> list[Any]:
         """Each layer's mask. Arguments and errors as in `forward`; `is_causal` overrides the layers' own."""
         (b, n, _), config = inputs_embeds.shape, self.config
@@ -364,11 +353,10 @@ class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
                 )
                 for layer_type, causal in dict.fromkeys(kinds)
             }
-        if config._attn_implementation == "flex_attention":
-            for mask in masks.values():  # it would add a tensor's first head; on CPUs torch 2.13 reads past its end
-                if isinstance(mask, torch.Tensor):
-                    rule = "flex_attention takes an `attention_mask` of two dimensions or a `BlockMask`, got a tensor"
-                    raise ValueError(f"{rule} {list(mask.shape)}: use another attention function, such as `sdpa`.")
+        for mask in masks.values() if config._attn_implementation == "flex_attention" else ():
+            if isinstance(mask, torch.Tensor):  # it would add the first head; on CPUs torch 2.13 reads past its end
+                rule = "flex_attention takes an `attention_mask` of two dimensions or a `BlockMask`, got a tensor"
+                raise ValueError(f"{rule} {list(mask.shape)}: use another attention function, such as `sdpa`.")
         return [masks[kind] for kind in kinds]
 
     @merge_with_config_defaults
@@ -393,8 +381,8 @@ class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
             position_ids: [b, n]. Positions that restart within a row, without a mask and earlier tokens, are packed
                 sequences, none of which sees another. Their cache is not for more tokens, which would see them all.
             past_key_values: a cache of transformers; a quantized one only without a sliding window.
-            kwargs: `output_attentions` returns each layer's signed maps A1 - λ·A2, [b, h, n, m], in the graph, and with
-                `output_softmax_maps` the two softmax maps of each head instead, as neighbours, [b, 2h, n, m]; both need
+            kwargs: `output_attentions` returns each layer's signed maps A1 - λ·A2, [b, s, n, m], in the graph, and with
+                `output_softmax_maps` the softmax maps of all query heads instead, [b, H, n, m]; both need
                 `attn_implementation="eager"`. `output_hidden_states` returns every layer's input and the last output.
                 `is_causal=False` lets tokens see those after them (default: each layer's `self_attn.is_causal`).
 
@@ -414,22 +402,14 @@ class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
         masks = self.layer_masks(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs.get("is_causal"))
         if position_ids is None:
             past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_length
-            position_ids = position_ids.unsqueeze(0)
+            position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_length)[None]
 
-        position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
+        kwargs |= {"position_ids": position_ids, "past_key_values": past_key_values, "use_cache": use_cache}
+        kwargs["position_embeddings"] = self.rotary_emb(inputs_embeds, position_ids=position_ids)
 
         hidden_states = inputs_embeds
         for i, layer in enumerate(self.layers[: self.config.num_hidden_layers]):  # early-exit drafting lowers the count
-            hidden_states = layer(
-                hidden_states,
-                attention_mask=masks[i],
-                position_embeddings=position_embeddings,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                use_cache=use_cache,
-                **kwargs,
-            )
+            hidden_states = layer(hidden_states, attention_mask=masks[i], **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
 
@@ -465,35 +445,18 @@ class DifferentialLlamaForCausalLM(DifferentialLlamaPreTrainedModel, GenerationM
         Labels are shifted here; -100 is where no token is to be predicted. `logits_to_keep` is how many of the last
         tokens get logits, or their indices; 0 is all. The other arguments are `DiffLlamaModel.forward`'s.
         """
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
+        inputs = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds
+        outputs = self.model(*inputs, use_cache=use_cache, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states, outputs.attentions)
 
     def prepare_inputs_for_generation(
-        self,
-        input_ids: torch.Tensor,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,  # named here, for `generate` looks whether it is
-        **kwargs: Any,
-    ) -> dict[str, Any]:
+        self, input_ids: torch.Tensor, past_key_values: Cache | None = None, inputs_embeds: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:  # `generate` looks whether `inputs_embeds` is named here
         """The inputs of a step of `generate`. LongRoPE changes its frequencies once a sequence is longer than
         `original_max_position_embeddings`: at that step the sequence is read again, without the cache of old keys."""
         rope = self.config.rope_parameters
@@ -549,11 +512,6 @@ DiffLlamaForTokenClassification = DifferentialLlamaForTokenClassification
 DiffLlamaForQuestionAnswering = DifferentialLlamaForQuestionAnswering
 
 # Trainers read these tables for whether to shift smoothed labels and for a model card's task, and transformers' tests.
-for table, head in (
-    (modeling_auto.MODEL_MAPPING_NAMES, "Model"),
-    (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "ForCausalLM"),
-    (modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, "ForSequenceClassification"),
-    (modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, "ForTokenClassification"),
-    (modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES, "ForQuestionAnswering"),
-):
-    table[DiffLlamaConfig.model_type] = f"DifferentialLlama{head}"
+TASKS = ("", "FOR_CAUSAL_LM_", "FOR_SEQUENCE_CLASSIFICATION_", "FOR_TOKEN_CLASSIFICATION_", "FOR_QUESTION_ANSWERING_")
+for task, reference in zip(TASKS, list(AUTO_MAP.values())[1:], strict=True):
+    getattr(modeling_auto, f"MODEL_{task}MAPPING_NAMES")[DiffLlamaConfig.model_type] = reference.partition(".")[2]

@@ -77,7 +77,7 @@ def test_function_with_a_wrong_backward_is_refused(architecture: str, functions:
 @pytest.mark.parametrize("variant", ["v1", "v2"])
 def test_fused_function_may_return_the_difference_itself(variant: str, functions: dict[str, Any]) -> None:
     def fused(*args: Any, differential_lambda: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        return combine_maps(functions["sdpa"](*args, **kwargs)[0], differential_lambda), None
+        return combine_maps(functions["sdpa"](*args, **kwargs)[0], differential_lambda, 1), None
 
     functions["fused"] = fused
     loaded = Attention(variant, SETTING)

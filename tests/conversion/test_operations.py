@@ -8,7 +8,6 @@ import torch
 
 from diffllama import DiffLlamaConfig
 from diffllama.conversion import operations
-from diffllama.modeling_diff.modeling_diffllama import HEAD_NORM_EPS
 from support.tiny_models import tiny_config
 
 
@@ -204,14 +203,14 @@ def rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
 def test_scaled_values_have_the_same_norm_with_the_other_epsilon(size: float, eps: float) -> None:
     values = size * torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     config = tiny_config(rms_norm_eps=eps)
-    ours = rms_norm(apply(operations.scale_to_our_epsilon, config, values), HEAD_NORM_EPS)
+    ours = rms_norm(apply(operations.scale_to_our_epsilon, config, values), 1e-5)
     torch.testing.assert_close(ours, rms_norm(values, eps), rtol=1e-14, atol=0)  # few roundings of 2⁻⁵³
     theirs = rms_norm(apply(operations.scale_to_their_epsilon, config, values), eps)
-    torch.testing.assert_close(theirs, rms_norm(values, HEAD_NORM_EPS), rtol=1e-14, atol=0)
+    torch.testing.assert_close(theirs, rms_norm(values, 1e-5), rtol=1e-14, atol=0)
     again = operations.scale_to_their_epsilon(operations.scale_to_our_epsilon(values, config), config)
     torch.testing.assert_close(again, values, rtol=1e-15, atol=0)
     if size < 1:  # the test could tell a wrong scale
-        assert not torch.allclose(rms_norm(values, eps), rms_norm(values, HEAD_NORM_EPS), rtol=1e-2)
+        assert not torch.allclose(rms_norm(values, eps), rms_norm(values, 1e-5), rtol=1e-2)
 
 
 @each_size

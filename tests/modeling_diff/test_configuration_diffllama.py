@@ -84,6 +84,7 @@ def test_defaults_are_those_of_llama_7b_with_half_as_many_heads_of_twice_the_wid
         ({"num_attention_heads": 24, "hidden_size": 3072}, [24, 12, 256]),
         ({"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}, [8, 2, 16]),
         ({"num_attention_heads": 2}, [2, 1, 4096]),
+        ({"num_attention_heads": 40, "num_noise_heads": 8}, [40, 8, 128]),
     ],
 )
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -92,6 +93,7 @@ def test_config_json_always_has_the_geometry_in_numbers(
 ) -> None:
     written = json.loads(DiffLlamaConfig(diff_variant=variant, **fields).to_json_string())
     assert [written[name] for name in GEOMETRY] == geometry
+    assert written["num_noise_heads"] == fields.get("num_noise_heads", geometry[0] // 2)
     assert (written["model_type"], written["diff_variant"]) == ("diff_llama", variant)
 
 
@@ -119,6 +121,8 @@ def test_config_json_always_has_the_output_bias_and_the_type_of_every_layer(
     [
         {},
         {"lambda_init": 0.8, "lambda_std_dev": 0, "head_norm": False, "head_norm_affine": False},
+        {"num_attention_heads": 10, "num_noise_heads": 2, "lambda_init": [-0.01, 1.2], "head_norm_eps": 1e-6},
+        {"hidden_act": "poly_norm", "gated_mlp": False},
         {"eos_token_id": [1, 2], "pad_token_id": None, "attention_bias": True, "mlp_bias": True, "dtype": "bfloat16"},
         {"attention_dropout": 0.1, "tie_word_embeddings": True, "use_cache": False, "hidden_act": "gelu"},
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}, "num_labels": 5},
@@ -144,24 +148,38 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     *(({name: value}, (f"`{name}`", f"got {value}", "from 1 to")) for name in SIZES for value in (0, -2)),
     *(({name: 2**31}, (f"`{name}`", "got 2147483648", "from 1 to")) for name in (*SIZES, "num_labels")),
-    ({"num_attention_heads": 7}, ("`num_attention_heads`", "got 7", "even")),
-    ({"num_attention_heads": 1}, ("`num_attention_heads`", "got 1", "even")),
-    ({"num_key_value_heads": 3}, ("`num_key_value_heads`", "got 3", "divide the number of differential heads (4")),
-    ({"num_key_value_heads": 8}, ("`num_key_value_heads`", "got 8", "divide the number of differential heads (4")),
+    (
+        {"num_attention_heads": 7},
+        ("`num_attention_heads`", "got 7", "two or more times `num_noise_heads` (", "half of it"),
+    ),
+    ({"num_attention_heads": 1}, ("`num_attention_heads`", "got 1", "two or more times `num_noise_heads` (")),
+    *(
+        ({"num_noise_heads": noise}, ("`num_attention_heads`", "got 8", f"times `num_noise_heads` ({noise})"))
+        for noise in (3, 8, 16)
+    ),
+    ({"num_noise_heads": 2, "num_key_value_heads": 4}, ("`num_key_value_heads`", "got 4", "`num_noise_heads` (2 of")),
+    ({"num_noise_heads": 2.0}, ("'num_noise_heads'", "float (value: 2.0)", "int")),
+    ({"num_key_value_heads": 3}, ("`num_key_value_heads`", "got 3", "must divide `num_noise_heads` (4")),
+    ({"num_key_value_heads": 8}, ("`num_key_value_heads`", "got 8", "must divide `num_noise_heads` (4")),
     ({"head_dim": 18}, ("`head_dim`", "got 18", "multiple of 4", "'v1'")),
     ({"head_dim": 2}, ("`head_dim`", "got 2", "multiple of 4", "'v1'")),
     ({"variant": "v2", "head_dim": 17}, ("`head_dim`", "got 17", "multiple of 2", "'v2'")),
-    ({"head_dim": None, "hidden_size": 66}, ("`head_dim`", "`hidden_size` (66)", "multiple", "of 4 = num_attention")),
+    (
+        {"head_dim": None, "hidden_size": 66},
+        ("`head_dim`", "`hidden_size` (66)", "no multiple of the signal heads (4)"),
+    ),
     ({"variant": "v3"}, ("'diff_variant'", "got v3", "'v1', 'v2'")),
     ({"variant": None}, ("'diff_variant'", "got None", "'v1', 'v2'")),
     *(
-        ({"lambda_init": value}, ("`lambda_init`", f"got {value!r}", "'exponential' or a float in (0, 1)"))
-        for value in (0.0, 1.0, -0.1, math.nan, math.inf, "foo", "0.5")
+        ({"lambda_init": value}, ("`lambda_init`", f"got {value!r}", "'exponential', a float in (0, 1) or a list of"))
+        for value in (0.0, 1.0, -0.1, math.nan, math.inf, "foo", "0.5", [], [0.2, math.nan], [-math.inf, 0.2])
     ),
+    ({"lambda_init": [0.2]}, ("`lambda_init`", "not 1,", "got [0.2]", "`num_hidden_layers` (2)")),
+    ({"lambda_init": [0.2, "0.3"]}, ("'lambda_init'", "'0.3'", "float")),
     ({"lambda_init": 1}, ("'lambda_init'", "int (value: 1)", "float")),
     *(
         ({name: value}, (f"`{name}`", f"got {value}", "must be a number from"))
-        for name in ("lambda_std_dev", "initializer_range", "rms_norm_eps")
+        for name in ("lambda_std_dev", "initializer_range", "rms_norm_eps", "head_norm_eps")
         for value in (-0.1, 5.0, math.nan, math.inf)
     ),
     *(
@@ -256,7 +274,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     *(
         (
             {"variant": variant, "rope_parameters": LONGROPE | {name: [1.0] * wrong, other: [1.0] * right}},
-            (f"['{name}']", f"not {wrong}", f"must have {right} numbers", repr(variant)),
+            (f"['{name}']", f"not {wrong}", f"must have {right} numbers", f"rotated width {2 * right}"),
         )
         for name, other in (("short_factor", "long_factor"), ("long_factor", "short_factor"))
         for variant, wrong, right in (("v1", 8, 4), ("v2", 4, 8))
@@ -318,6 +336,7 @@ def test_configuration_that_became_wrong_is_not_saved(tmp_path: Path) -> None:
         {"sliding_window": 10**6, "layer_types": ["full_attention"] * 2, "attention_chunk_size": None},
         {"layer_types": ["full_attention"] * 2, "partial_rotary_factor": 1.0, "eos_token_id": [1, 2]},
         {"head_dim": None, "num_key_value_heads": 1},
+        {"num_noise_heads": 1, "num_key_value_heads": 1, "num_attention_heads": 2, "lambda_init": [-5.0, 1.0]},
         {"head_dim": 24, "num_key_value_heads": 4},
         {"variant": "v2", "head_dim": 18, "max_position_embeddings": 1},
     ],

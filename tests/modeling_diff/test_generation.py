@@ -229,7 +229,7 @@ def calls(model: DiffLlamaForCausalLM) -> list[int]:
     """Grows by the number of tokens of each forward of the model."""
     lengths: list[int] = []
     model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        lambda module, args, kwargs: lengths.append(args[0].shape[1]), with_kwargs=True
     )
     return lengths
 

@@ -32,7 +32,8 @@ def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
 
 def attention_layer(variant: str, key_value_heads: int, implementation: str, **fields: object) -> DiffLlamaAttention:
     """Layer 1 of a tiny model, with random norms too."""
-    config = tiny_config(variant, num_attention_heads=2 * HEADS, num_key_value_heads=key_value_heads, **fields)
+    fields = {"num_attention_heads": 2 * HEADS, "num_key_value_heads": key_value_heads} | fields
+    config = tiny_config(variant, **fields)
     config._attn_implementation = implementation
     torch.manual_seed(1)
     layer = DiffLlamaAttention(config, layer_idx=1)
@@ -69,6 +70,9 @@ def true_layer(weights: dict[str, torch.Tensor], x: torch.Tensor, given: Batch, 
             layer=1,
             heads=HEADS,
             key_value_heads=config.num_key_value_heads,
+            noise_heads=config.num_noise_heads,
+            head_norm_eps=config.head_norm_eps,
+            lambda_start=config.lambda_init[1] if isinstance(config.lambda_init, list) else None,
             theta=10000.0 if config.no_rope_layers is None or config.no_rope_layers[1] else None,
             window=config.sliding_window if config.layer_types[1] == "sliding_attention" else None,
             norm_eps=config.rms_norm_eps,
@@ -110,6 +114,8 @@ FEATURES = {
     "normed, not rotated": {"use_qk_norm": True, "no_rope_layers": [1, 0]},
     "bias of the output": {"attention_out_bias": True},
     "no bias of the output": {"attention_out_bias": False},
+    "two signals for each noise": {"num_attention_heads": 6, "num_noise_heads": 2},
+    "other λ_init and ε of head norms": {"lambda_init": [0.5, -0.4], "head_norm_eps": 0.1},
 }
 LAYERS = [
     *(
@@ -121,6 +127,7 @@ LAYERS = [
     ),
     *(pytest.param(kind, 2, 13, WINDOW, id=f"{kind}-window of 4") for kind in (*KINDS, "holes")),
     *(pytest.param("left", 2, 13, fields, id=name) for name, fields in FEATURES.items()),
+    pytest.param("packed", 1, 13, {"num_attention_heads": 5, "num_noise_heads": 1}, id="four signals for each noise"),
 ]  # fmt: skip
 
 

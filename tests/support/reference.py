@@ -54,65 +54,99 @@ def attention(
     layer: int,
     heads: int,
     key_value_heads: int,
+    noise_heads: int | None = None,
     theta: float | None = 10000.0,
     window: int | None = None,
     norm_eps: float = 1e-6,
+    head_norm_eps: float = 1e-5,
+    lambda_start: float | None = None,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Multi-head differential attention of one sequence.
 
-    Queries and keys are normalised if there are weights for it, and rotated unless `theta` is `None`. With a window, a
-    token sees only the last `window` of what is visible to it, itself among them.
+    As many heads share a noise query as there are heads for each of the `noise_heads` (by default, one): their queries
+    come first, then the noise's. Queries and keys are normalised if there are weights for it, and rotated unless
+    `theta` is `None`. With a window, a token sees only the last `window` of what is visible to it, itself among them.
+    λ_init is the paper's unless `lambda_start` is given.
 
-    Returns the output [n, hidden], and for each head its differential map and its two softmax maps [n, n].
+    Returns the output [n, hidden], for each head its differential map, and for each query its softmax map [n, n].
     """
+    noise_heads = noise_heads or heads
+    group = heads // noise_heads  # r
     width = weights["v_proj.weight"].shape[0] // key_value_heads  # D
-    d = width // 2
+    d = width // 2 if variant == "v1" else width
+    start = lambda_init(layer) if lambda_start is None else lambda_start
     if window is not None:
         visible = visible & torch.ones_like(visible).triu(1 - window)
     q, k, v = (linear(x, weights, f"{name}_proj") for name in "qkv")
+
+    def prepared(vectors: Tensor, index: int, norm: str) -> Tensor:
+        """Query or key number `index`, [n, d], normalised and rotated."""
+        vector = vectors[:, index * d : (index + 1) * d]
+        if f"{norm}.weight" in weights:
+            vector = rms_norm(vector, weights[f"{norm}.weight"], norm_eps)
+        return vector if theta is None else rotate(vector, positions, theta)
+
     outputs, differential, softmaxes = [], [], []
     for i in range(heads):
         j = i // (heads // key_value_heads)  # the key/value head that this head reads
         value = v[:, j * width : (j + 1) * width]
+        first_query = i // group * (group + 1)  # of this head's group
+        query, noise_query = (prepared(q, first_query + at, "q_norm") for at in (i % group, group))
         if variant == "v1":
-            q_i, k_j = q[:, i * width : (i + 1) * width], k[:, j * width : (j + 1) * width]
-            q1, q2, k1, k2 = q_i[:, :d], q_i[:, d:], k_j[:, :d], k_j[:, d:]
+            key, noise_key = (prepared(k, 2 * j + half, "k_norm") for half in (0, 1))
             dot1 = (weights["lambda_q1"] * weights["lambda_k1"]).sum()
             dot2 = (weights["lambda_q2"] * weights["lambda_k2"]).sum()
-            lam: Tensor = torch.exp(dot1) - torch.exp(dot2) + lambda_init(layer)
+            lam: Tensor = torch.exp(dot1) - torch.exp(dot2) + start
         else:
-            q1, q2 = q[:, 2 * i * width : (2 * i + 1) * width], q[:, (2 * i + 1) * width : (2 * i + 2) * width]
-            k1 = k2 = k[:, j * width : (j + 1) * width]
+            key = noise_key = prepared(k, j, "k_norm")
             lam = torch.sigmoid(x @ weights["lambda_proj.weight"][i])[:, None]
-        if "q_norm.weight" in weights:
-            q1, q2 = (rms_norm(query, weights["q_norm.weight"], norm_eps) for query in (q1, q2))
-            k1, k2 = (rms_norm(key, weights["k_norm.weight"], norm_eps) for key in (k1, k2))
-        if theta is not None:
-            q1, q2, k1, k2 = (rotate(vectors, positions, theta) for vectors in (q1, q2, k1, k2))
-        map1, map2 = softmax_map(q1, k1, visible), softmax_map(q2, k2, visible)
-        output = (map1 - lam * map2) @ value
+        signal, noise = softmax_map(query, key, visible), softmax_map(noise_query, noise_key, visible)
+        output = (signal - lam * noise) @ value
         if variant == "v1":
-            output = rms_norm(output, weights["head_norm.weight"], 1e-5) * (1 - lambda_init(layer))
+            output = rms_norm(output, weights["head_norm.weight"], head_norm_eps) * (1 - start)
         outputs.append(output)
-        differential.append(map1 - lam * map2)
-        softmaxes += [map1, map2]
+        differential.append(signal - lam * noise)
+        softmaxes += [signal] + [noise] * (i % group == group - 1)
     return linear(torch.cat(outputs, dim=-1), weights, "o_proj"), differential, softmaxes
 
 
+def poly_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """w0·n(x³) + w1·n(x²) + w2·n(x) + b, where n is RMSNorm with ε = 1e-6 (arXiv 2411.03884)."""
+    return sum((w * rms_norm(x**power, None, 1e-6) for w, power in zip(weight, (3, 2, 1), strict=True)), bias)
+
+
+def feed_forward(x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """down(act(gate(x))·up(x)), or without a gate down(act(up(x))); SiLU unless there are weights for PolyNorm."""
+    up = linear(x, weights, "up_proj")
+    gate = linear(x, weights, "gate_proj") if "gate_proj.weight" in weights else up
+    if "act_fn.weight" in weights:
+        active = poly_norm(gate, weights["act_fn.weight"], weights["act_fn.bias"])
+    else:
+        active = gate * torch.sigmoid(gate)
+    return linear(active if gate is up else active * up, weights, "down_proj")
+
+
 def joined_attention(
-    query: Tensor, key: Tensor, value: Tensor, differential_lambda: Tensor, mask: Tensor | None, scaling: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    differential_lambda: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    signals_per_noise: int = 1,
 ) -> Tensor:
     """Differential attention of what attention functions are given, by whole maps.
 
-    Queries [b, 2h, n, D], keys and values [b, h_kv, m, D], λ [1] or [b, n, h, 1], a boolean mask that fits
-    [b, 2h, n, m] or `None` for causal -> O1 - λ·O2 [b, n, h, D].
+    Queries [b, H, n, D] in groups of `signals_per_noise` signals and their noise, keys and values [b, h_kv, m, D], λ
+    [1] or [b, n, s, 1], a boolean mask that fits [b, H, n, m] or `None` for causal -> signal - λ·noise [b, n, s, D].
     """
     repeats, n, m = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     visible = torch.ones(n, m, dtype=torch.bool).tril(m - n) if mask is None else mask
     maps = (query @ key.mT * scaling).masked_fill(~visible, -math.inf).softmax(-1)
-    first, second = (maps @ value).transpose(1, 2).unflatten(2, (-1, 2)).unbind(3)
-    return first - differential_lambda * second
+    outputs = (maps @ value).transpose(1, 2)
+    noise = torch.arange(outputs.shape[2]) % (signals_per_noise + 1) == signals_per_noise
+    return outputs[:, :, ~noise] - differential_lambda * outputs[:, :, noise].repeat_interleave(signals_per_noise, 2)
 
 
 def under(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -123,7 +157,7 @@ def under(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def language_model(
     input_ids: Tensor, weights: Mapping[str, Tensor], positions: Tensor, visible: Tensor, config: object
 ) -> Tensor:
-    """Logits [n, vocabulary] of one sequence: pre-norm layers of attention and SwiGLU, as in Llama."""
+    """Logits [n, vocabulary] of one sequence: pre-norm layers of attention and feed-forward, as in Llama."""
     eps = config.rms_norm_eps
     x = weights["model.embed_tokens.weight"][input_ids]
     for i in range(config.num_hidden_layers):
@@ -137,14 +171,16 @@ def language_model(
                 visible,
                 variant=config.diff_variant,
                 layer=i,
-                heads=config.num_attention_heads // 2,
+                heads=config.num_attention_heads - config.num_noise_heads,
                 key_value_heads=config.num_key_value_heads,
+                noise_heads=config.num_noise_heads,
                 theta=config.rope_parameters["rope_theta"] if (config.no_rope_layers or {i: 1})[i] else None,
                 window=config.sliding_window if config.layer_types[i] == "sliding_attention" else None,
                 norm_eps=eps,
+                head_norm_eps=config.head_norm_eps,
+                lambda_start=config.lambda_init[i] if isinstance(config.lambda_init, list) else None,
             )[0]
         )
         y = rms_norm(x, layer["post_attention_layernorm.weight"], eps)
-        gate = linear(y, layer, "mlp.gate_proj")
-        x = x + linear(gate * torch.sigmoid(gate) * linear(y, layer, "mlp.up_proj"), layer, "mlp.down_proj")
+        x = x + feed_forward(y, under(layer, "mlp."))
     return rms_norm(x, weights["model.norm.weight"], eps) @ weights["lm_head.weight"].T

@@ -164,16 +164,21 @@ def attention_forward(
     """
     n = query.shape[2]
     cache = kwargs.pop("cache", None)
+    paired = getattr(module, "signals_per_noise", 1) == 1
     if cache is not None:
         key, value = cache.update(key, value, module.layer_idx, kwargs)  # sets this layer's cu_seq_lens_k
-        if supports_varlen(query, dropout, kwargs):
+        if paired and supports_varlen(query, dropout, kwargs):
             cu_seqlens = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
             return varlen_attention(query, key, value, differential_lambda, *cu_seqlens, module.map_dim, scaling), None
-    elif supports_blocked(query, attention_mask, dropout, kwargs):
+    elif paired and supports_blocked(query, attention_mask, dropout, kwargs):
         if attention_mask is None and n > 1:  # a static cache has free memory after the prompt
             key, value = key[:, :, :n], value[:, :, :n]
         return blocked_attention(query, key, value, differential_lambda, attention_mask, module.map_dim, scaling), None
-    elif supports_triton(query, dropout, kwargs) and (attention_mask is None or attention_mask.dtype == torch.int32):
+    elif (
+        paired
+        and supports_triton(query, dropout, kwargs)
+        and (attention_mask is None or attention_mask.dtype == torch.int32)
+    ):
         if attention_mask is None and n > 1:
             key, value = key[:, :, :n], value[:, :, :n]
         return triton_attention(query, key, value, differential_lambda, attention_mask, module.map_dim, scaling), None
