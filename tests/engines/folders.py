@@ -6,6 +6,7 @@ python tests/engines/folders.py DIR
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 
 if __name__ == "__main__":
@@ -29,15 +30,25 @@ SIZES = {
 }
 """vLLM's attention on CPUs takes no heads of less than 32."""
 
-KEY_VALUE_HEADS = {"mha": 4, "gqa": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "mha": {"num_key_value_heads": 4},
+    "groups": {
+        "num_attention_heads": 10,
+        "num_noise_heads": 2,
+        "num_key_value_heads": 2,
+        "lambda_init": [-0.01, 0.2],
+        "hidden_act": "poly_norm",
+    },
+    "gqa": {"num_key_value_heads": 2},
+}
 ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
 
 
 def write(folder: Path) -> None:
-    """Tiny models of both variants, MHA and GQA, an adapter of each, and SmolLM2, converted, and its memory."""
+    """Tiny models of both variants and every kind, an adapter of each, and SmolLM2, converted, and its memory."""
     for variant in ("v1", "v2"):
-        for name, heads in KEY_VALUE_HEADS.items():
-            model = tiny_model(variant, num_key_value_heads=heads, **SIZES)
+        for name, fields in KINDS.items():
+            model = tiny_model(variant, **SIZES | fields)
             model.save_pretrained(folder / f"{variant}-{name}")
             tiny_tokenizer().save_pretrained(folder / f"{variant}-{name}")
         adapted = get_peft_model(model, LoraConfig(r=8, target_modules=ADAPTED, init_lora_weights=False))

@@ -26,8 +26,8 @@ from support.folder_generation import another_process, greedy, scored  # noqa: E
 FOLDERS = Path(__file__).parents[2] / "build/vllm"
 """What folders.py wrote."""
 
-EVERY = ["v1-mha", "v1-gqa", "v2-mha", "v2-gqa"]
-GROUPED = ["v1-gqa", "v2-gqa"]
+GROUPED = ["v1-gqa", "v2-gqa", "v1-groups", "v2-groups"]
+EVERY = ["v1-mha", "v2-mha", *GROUPED]
 NEW = 12
 TOP = 5
 
