@@ -4,7 +4,6 @@
 
 import copy
 import functools
-import math
 import reprlib
 from collections.abc import Mapping
 from typing import Any, Literal, NoReturn
@@ -337,10 +336,11 @@ class DifferentialLlamaConfig(PreTrainedConfig):
             ids = getattr(self, name)
             for token_id in ids if isinstance(ids, list) else [-1 if ids is None else ids]:
                 check_bounds(name, token_id, (-1, 2**31 - 1))  # -1 is how some files say that there is none
-        given = self.lambda_init if isinstance(self.lambda_init, list) else []
-        constant = isinstance(self.lambda_init, float) and 0.0 < self.lambda_init < 1.0
-        if not (given or constant or self.lambda_init == "exponential") or not all(map(math.isfinite, given)):
-            refuse("lambda_init", self.lambda_init, "must be 'exponential', a float in (0, 1) or a list of finite ones")
+        given = self.lambda_init
+        for number in given if isinstance(given, list) else ():
+            check_bounds("lambda_init", number, (-100.0, 100.0))
+        if not (isinstance(given, list) or given == "exponential" or (isinstance(given, float) and 0.0 < given < 1.0)):
+            refuse("lambda_init", given, "must be 'exponential', a float in (0, 1) or a list with one for each layer")
         # λq·λk has the standard deviation lambda_std_dev² √d, of which six are to stay below 88, where exp overflows
         check_bounds("lambda_std_dev", self.lambda_std_dev, (0.0, (14 / self.rotary_dim**0.5) ** 0.5))
         if self.hidden_act not in (*ACT2FN, "poly_norm"):

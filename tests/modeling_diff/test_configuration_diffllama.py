@@ -171,9 +171,14 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"variant": "v3"}, ("'diff_variant'", "got v3", "'v1', 'v2'")),
     ({"variant": None}, ("'diff_variant'", "got None", "'v1', 'v2'")),
     *(
-        ({"lambda_init": value}, ("`lambda_init`", f"got {value!r}", "'exponential', a float in (0, 1) or a list of"))
-        for value in (0.0, 1.0, -0.1, math.nan, math.inf, "foo", "0.5", [], [0.2, math.nan], [-math.inf, 0.2])
+        ({"lambda_init": value}, ("`lambda_init`", f"got {value!r}", "'exponential', a float in (0, 1) or a list"))
+        for value in (0.0, 1.0, -0.1, math.nan, math.inf, "foo", "0.5")
     ),
+    *(
+        ({"lambda_init": [0.2, value]}, ("`lambda_init`", f"got {value!r}", "from -100.0 to 100.0"))
+        for value in (math.nan, -math.inf, 1e300)
+    ),
+    ({"lambda_init": []}, ("`lambda_init`", "not 0,", "got []", "`num_hidden_layers` (2)")),
     ({"lambda_init": [0.2]}, ("`lambda_init`", "not 1,", "got [0.2]", "`num_hidden_layers` (2)")),
     ({"lambda_init": [0.2, "0.3"]}, ("'lambda_init'", "'0.3'", "float")),
     ({"lambda_init": 1}, ("'lambda_init'", "int (value: 1)", "float")),
@@ -411,16 +416,24 @@ def test_long_value_is_cut_in_the_message() -> None:
         assert len(str(error.value)) < 2000
 
 
-@pytest.mark.parametrize("use_qk_norm", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"use_qk_norm": True}, {"gated_mlp": False}], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_tensor_parallel_plan_names_what_the_model_has(variant: str, use_qk_norm: bool, tmp_path: Path) -> None:
-    config = tiny_config(variant, use_qk_norm=use_qk_norm)
-    expected = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+def test_tensor_parallel_plan_names_what_the_model_has(variant: str, fields: dict[str, bool], tmp_path: Path) -> None:
+    config = tiny_config(variant, **fields)
+    expected = {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"}
+    expected |= {"gate_proj"} if "gated_mlp" not in fields else set()
     expected |= {"lambda_proj"} if variant == "v2" else set()
-    expected |= {"q_norm", "k_norm"} if use_qk_norm else set()
+    expected |= {"q_norm", "k_norm"} if "use_qk_norm" in fields else set()
     assert "base_model_tp_plan" not in saved(config, tmp_path)
     for same in (config, copy.deepcopy(config), pickle.loads(pickle.dumps(config)), reread(config)):
         assert {name.rpartition(".")[2] for name in same.base_model_tp_plan} == expected
+
+
+def test_tensor_parallel_plan_gathers_what_poly_norm_takes_means_of() -> None:
+    plan, plain = (tiny_config(hidden_act=name).base_model_tp_plan for name in ("poly_norm", "silu"))
+    changed = {name.rpartition(".")[2]: style for name, style in plan.items() if style != plain[name]}
+    gathered = dict.fromkeys(("gate_proj", "up_proj"), "colwise_gather_output")
+    assert changed == gathered | {"down_proj": "rowwise_split_input"}
 
 
 HOSTILE = st.sampled_from(
@@ -451,14 +464,17 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "intermediate_size": values(1, 8),
     "num_hidden_layers": values(1, 2, 3),
     "num_attention_heads": values(2, 4, 8),
+    "num_noise_heads": values(1, 2),
     "num_key_value_heads": values(1, 2, 4),
     "head_dim": values(2, 4, 8),
     "diff_variant": values(*VARIANTS),
-    "lambda_init": values("exponential", 0.8),
+    "lambda_init": values("exponential", 0.8, [-0.5, 1.5], [0.2]),
     "lambda_std_dev": values(0.0, 0.1, 2.0, 5.0),
     "head_norm": values(False),
     "head_norm_affine": values(False),
-    "hidden_act": values(*ACT2FN),
+    "head_norm_eps": values(1e-6),
+    "hidden_act": values(*ACT2FN, "poly_norm", "poly_norm"),
+    "gated_mlp": values(False),
     "max_position_embeddings": values(6, 8),
     "initializer_range": values(0.02, 1.0),
     "rms_norm_eps": values(1e-6),

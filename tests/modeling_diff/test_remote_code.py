@@ -348,11 +348,18 @@ class TestEngineContract:
         assert layer.scaling == (width // 2 if variant == "v1" else width) ** -0.5
 
     @pytest.mark.parametrize(
-        ("fields", "windows"), [({}, (None, None)), (EVERY_FEATURE, (5, None))], ids=["plain", "every feature"]
+        ("fields", "heads", "windows"),
+        [({}, 8, (None, None)), (EVERY_FEATURE, 6, (5, None))],
+        ids=["plain", "every feature"],
     )
     @pytest.mark.parametrize("variant", VARIANTS)
     def test_engines_attention_gets_one_ordinary_call_for_each_layer(
-        self, variant: str, fields: dict[str, Any], windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+        self,
+        variant: str,
+        fields: dict[str, Any],
+        heads: int,
+        windows: tuple[int | None, ...],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         seen = []
 
@@ -371,7 +378,7 @@ class TestEngineContract:
         model.config._attn_implementation = "engine"
         position_ids = torch.arange(7).expand(2, 7)
         logits = model(tokens(2, 7), position_ids=position_ids, use_cache=False, instances="engine's own").logits
-        shapes = ((2, 8, 7, 16), (2, 2, 7, 16), (2, 2, 7, 16))
+        shapes = ((2, heads, 7, 16), (2, 2, 7, 16), (2, 2, 7, 16))
         scaling = (8 if variant == "v1" else 16) ** -0.5
         assert seen == [(i, *shapes, scaling, windows[i], "engine's own") for i in range(2)]
         torch.testing.assert_close(logits, expected)
@@ -418,16 +425,21 @@ class TestEngineContract:
         assert torch.equal(model.lm_head(hidden_states), model(tokens(2, 7)).logits)
 
     @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-    @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed queries and keys"])
-    @pytest.mark.parametrize("key_value_heads", [4, 2])
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"num_key_value_heads": 4},
+            {"num_key_value_heads": 2, "use_qk_norm": True},
+            {"num_attention_heads": 6, "num_noise_heads": 2},
+        ],
+        ids=str,
+    )
     @pytest.mark.parametrize("variant", VARIANTS)
     @torch.no_grad()
     def test_two_halves_of_the_heads_sum_to_the_whole_layer(
-        self, variant: str, key_value_heads: int, normed: bool, implementation: str
+        self, variant: str, fields: dict[str, Any], implementation: str
     ) -> None:
-        model = tiny_model(
-            variant, torch.float64, implementation, num_key_value_heads=key_value_heads, use_qk_norm=normed
-        )
+        model = tiny_model(variant, torch.float64, implementation, **fields)
         whole, n = model.model.layers[1].self_attn, 9
         hidden_states = torch.randn(2, n, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         positions = model.model.rotary_emb(hidden_states, torch.arange(n)[None])
@@ -440,3 +452,13 @@ class TestEngineContract:
                     module.weight = nn.Parameter(module.weight.chunk(2, dim=int(name == "o_proj"))[half])
             total += part(hidden_states, positions, mask)[0]
         torch.testing.assert_close(total, whole(hidden_states, positions, mask)[0], rtol=0, atol=1e-10)
+
+    def test_group_in_two_processes_is_refused_by_field(self) -> None:
+        model = tiny_model(num_attention_heads=6, num_noise_heads=2)
+        query = model.model.layers[0].self_attn.q_proj
+        query.weight = nn.Parameter(query.weight.chunk(3)[0])
+        rule = (
+            "`num_noise_heads` must be a multiple of the tensor-parallel processes, which hold 2 query .* got 2"
+        )
+        with pytest.raises(ValueError, match=rule):
+            model(tokens(1, 5))

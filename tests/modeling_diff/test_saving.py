@@ -172,6 +172,7 @@ def test_loaded_model_computes_the_same_bits_and_saves_the_same_bytes_once(
         {"head_norm": False, "attention_bias": True, "mlp_bias": True},
         {"head_norm_affine": False, "attention_bias": True, "attention_out_bias": False},
         {"lambda_init": 0.5, "sliding_window": 5, "num_key_value_heads": 1, "head_dim": 20},
+        {"gated_mlp": False, "mlp_bias": True, "hidden_act": "poly_norm"},
         EVERY_FEATURE,
     ],
     ids=str,
@@ -181,19 +182,24 @@ def test_every_kind_of_layer_survives_saving(variant: str, fields: dict[str, Any
     loaded = assert_survives(distinct_weights(tiny_model(variant, **fields)), tmp_path)
     assert {name: getattr(loaded.config, name) for name in fields} == fields
     if variant == "v1" and "lambda_init" in fields:
-        assert [layer.self_attn.lambda_init for layer in loaded.model.layers] == [0.5, 0.5]
+        given = fields["lambda_init"]
+        expected = given if isinstance(given, list) else [given, given]
+        assert [layer.self_attn.lambda_init for layer in loaded.model.layers] == expected
 
 
 def test_missing_weights_are_initialised_and_leave_the_others_as_loaded(tmp_path: Path) -> None:
-    model = distinct_weights(tiny_model())
+    model = distinct_weights(tiny_model(hidden_act="poly_norm"))
     norm, vector = (f"model.layers.0.self_attn.{name}" for name in ("head_norm.weight", "lambda_k2"))
-    kept = {name: weight for name, weight in model.state_dict().items() if name not in (norm, vector)}
+    weight, bias = (f"model.layers.0.mlp.act_fn.{name}" for name in ("weight", "bias"))
+    kept = {name: tensor for name, tensor in model.state_dict().items() if name not in (norm, vector, weight, bias)}
     model.save_pretrained(tmp_path, state_dict=kept)
     loaded, report = DiffLlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert set(report["missing_keys"]) == {norm, vector}
+    assert set(report["missing_keys"]) == {norm, vector, weight, bias}
     weights = loaded.state_dict()
     assert [name for name in kept if not torch.equal(weights[name], kept[name])] == []
     assert torch.equal(weights[norm], torch.ones(16))
+    assert torch.equal(weights[weight], torch.full((3,), 1 / 3))
+    assert torch.equal(weights[bias], torch.zeros(1))
     assert 0.0 < weights[vector].std() < 1.0  # `lambda_std_dev` is 0.3
 
 
