@@ -4,8 +4,8 @@
 
 The maps of all queries are never computed at once: an observer computes blocks of rows.
 
-Letters in shapes: b batch, n queries, m keys, h heads, H query heads (2h in a differential model, one for each softmax
-map), D width.
+Letters in shapes: b batch, n queries, m keys, H query heads, one for each softmax map, of which in a differential model
+s are signals (else all), D width.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ class AttentionCall:
         query: [b, H, n, D]. key, value: [b, key/value heads, m, D].
         mask: [b or 1, 1, n, m], true where a query sees a key, or `None`: query i sees the keys to m - n + i.
         scaling: of the scores.
-        differential_lambda: λ, [1] or [b, n, h, 1]; `None` in a model that is not differential.
+        differential_lambda: λ, [1] or [b, n, s, 1]; `None` in a model that is not differential.
     """
 
     module: torch.nn.Module
@@ -88,12 +88,12 @@ class AttentionCall:
         return logits.softmax(-1).nan_to_num()  # a padded query sees nothing
 
     def maps(self, rows: slice) -> torch.Tensor:
-        """The maps that multiply the values: A1 - λ·A2, signed, or the plain softmax maps. [b, h, rows, m]."""
+        """The maps that multiply the values: A1 - λ·A2, signed, or the plain softmax maps. [b, s, rows, m]."""
         maps = self.softmax_maps(rows)
         if self.differential_lambda is None:
             return maps
-        weight = self.differential_lambda
-        return differential_maps(maps, weight if weight.dim() == 1 else weight[:, rows], 1)
+        weight, r = self.differential_lambda, cast(int, self.module.signals_per_noise)
+        return differential_maps(maps, weight if weight.dim() == 1 else weight[:, rows], r)
 
     def output(self, maps: torch.Tensor) -> torch.Tensor:
         """Softmax maps [b, H, rows, m] times the values: [b, rows, H, D]."""

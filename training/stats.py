@@ -20,6 +20,12 @@ MEASURING = "diffllama_measuring"
 """The name under which transformers finds `measuring_attention`."""
 
 
+def signals_and_noise(heads: torch.Tensor, r: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What groups of r signals and their noise have, [b, H, …] -> [b, s, …], and for each signal its noise's."""
+    groups = heads.unflatten(1, (-1, r + 1))
+    return groups[:, :, :r].flatten(1, 2), groups[:, :, r:].expand(-1, -1, r, -1, -1).flatten(1, 2)
+
+
 def measuring_attention(
     module: DiffLlamaAttention,
     query: torch.Tensor,
@@ -37,9 +43,10 @@ def measuring_attention(
         module, query, key, value, attention_mask, differential_lambda=differential_lambda, **kwargs
     )
     assert maps is not None
-    first, second = maps.unflatten(1, (-1, 2)).unbind(2)  # [b, h, n, m]
+    r = module.signals_per_noise
     weight = differential_lambda if differential_lambda.dim() == 1 else differential_lambda.transpose(1, 2)
-    q1, q2 = query.unflatten(1, (-1, 2)).unbind(2)  # [b, h, n, D]
+    first, second = signals_and_noise(maps, r)
+    q1, q2 = signals_and_noise(query, r)
     if module.diff_variant == "v1":  # padded with zeros, each on its side
         q1, q2 = q1[..., : module.map_dim], q2[..., module.map_dim :]
     report(
@@ -83,13 +90,13 @@ def differential_stats(model: torch.nn.Module, input_ids: torch.Tensor) -> dict[
 
     Args:
         model: a differential Llama with any head, also under peft, DDP or FSDP (there, on every process).
-        input_ids: token ids [b, n] without padding. Every layer makes maps [b, 2h, n, n]: a few hundred tokens do.
+        input_ids: token ids [b, n] without padding. Every layer makes maps [b, H, n, n]: a few hundred tokens do.
 
     Returns:
-        One number per layer, mean over tokens and heads, for each of
-        `cosine`, of the two queries after rotation: 1 where both maps ask the same;
+        One number per layer, mean over tokens and signal heads, for each of
+        `cosine`, of a signal's query and its noise's after rotation: 1 where both maps ask the same;
         `lambda`;
-        `map_overlap`, the share of the first map that the second one takes away: Σ min(A1, λ·A2) of each row (0 where
+        `map_overlap`, the share of the signal's map that the noise's takes away: Σ min(A1, λ·A2) of each row (0 where
         they look at different tokens, min(1, λ) where they are equal).
 
     Raises:

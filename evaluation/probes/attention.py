@@ -63,7 +63,7 @@ def last_rows(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, 
 
     def look(call: AttentionCall) -> None:
         n = call.query.shape[2]
-        rows = call.maps(slice(n - 1, n))[0, :, 0].cpu().double()  # [h, n]
+        rows = call.maps(slice(n - 1, n))[0, :, 0].cpu().double()  # [s, n]
         rows_by_layer[call.layer] = torch.stack((rows.mean(0), rows.abs().mean(0)))
 
     with torch.inference_mode(), watched(model, look):

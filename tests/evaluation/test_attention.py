@@ -19,7 +19,7 @@ from diffllama.evaluation import attention
 from diffllama.evaluation.attention import AttentionCall, watched
 from support.attention_masks import batch
 from support.llama_checkpoints import RELATIVES, SIZES
-from support.tiny_models import VARIANTS, tiny_model, tokens
+from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_model, tokens
 
 
 N = 13
@@ -36,13 +36,17 @@ def plain_model(config: Any) -> PreTrainedModel:
 
 MODELS = {
     **{variant: lambda variant=variant: tiny_model(variant) for variant in VARIANTS},
-    "v1 without groups": lambda: tiny_model("v1", num_key_value_heads=4),
+    "v1, a key/value head each": lambda: tiny_model("v1", num_key_value_heads=4),
+    **{
+        f"{variant}, every feature": lambda variant=variant: tiny_model(variant, **EVERY_FEATURE)
+        for variant in VARIANTS
+    },
     "v1, window": lambda: tiny_model("v1", sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
     "v2, window": lambda: tiny_model("v2", sliding_window=4, layer_types=["full_attention", "sliding_attention"]),
     "v1, float64": lambda: tiny_model("v1", torch.float64),
     "v2, float64": lambda: tiny_model("v2", torch.float64),
     "llama": lambda: plain_model(LlamaConfig(**SIZES)),
-    "llama without groups": lambda: plain_model(LlamaConfig(**SIZES | {"num_key_value_heads": 4})),
+    "llama, a key/value head each": lambda: plain_model(LlamaConfig(**SIZES | {"num_key_value_heads": 4})),
     "mistral, window": lambda: plain_model(RELATIVES["mistral-window"][0](**SIZES | {"sliding_window": 4})),
 }
 """Name -> an eager model of two layers."""

@@ -34,22 +34,33 @@ def expected_stats(model: DiffLlamaForCausalLM, row: torch.Tensor) -> dict[str, 
         weights = {name: w.double() for name, w in under(model.state_dict(), f"model.layers.{i}.self_attn.").items()}
         _, differences, softmaxes = attention(
             x, weights, torch.arange(n), torch.ones(n, n, dtype=torch.bool).tril(),
-            variant=config.diff_variant, layer=i, heads=config.num_attention_heads // 2,
+            variant=config.diff_variant, layer=i, heads=config.num_signal_heads, noise_heads=config.num_noise_heads,
             key_value_heads=config.num_key_value_heads,
+            lambda_start=config.lambda_init[i] if isinstance(config.lambda_init, list) else None,
         )  # fmt: skip
-        first = torch.stack(softmaxes[::2])
+        r = config.signals_per_noise
+        signals = [at for at in range(config.num_attention_heads) if at % (r + 1) < r]
+        noises = [at // (r + 1) * (r + 1) + r for at in signals]
+        first = torch.stack([softmaxes[at] for at in signals])
         subtracted = first - torch.stack(differences)  # λ·A2, whose rows sum to λ
         queries = (x @ weights["q_proj.weight"].T).reshape(n, config.num_attention_heads, -1)
-        stats["cosine"].append(torch.cosine_similarity(queries[:, ::2], queries[:, 1::2], dim=-1).mean().item())
+        stats["cosine"].append(torch.cosine_similarity(queries[:, signals], queries[:, noises], dim=-1).mean().item())
         stats["lambda"].append(subtracted.sum(-1).mean().item())
         stats["map_overlap"].append(torch.minimum(first, subtracted).clamp(min=0).sum(-1).mean().item())
     return stats
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "fields"),
+    [
+        (torch.float32, {}),
+        (torch.bfloat16, {}),
+        (torch.float32, {"num_attention_heads": 6, "num_noise_heads": 2, "lambda_init": [-0.2, 0.5]}),
+    ],
+)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_statistics_are_those_of_the_papers_formulas(variant: str, dtype: torch.dtype) -> None:
-    model, row = tiny_model(variant, dtype, "sdpa"), tokens(11)
+def test_statistics_are_those_of_the_papers_formulas(variant: str, dtype: torch.dtype, fields: dict[str, Any]) -> None:
+    model, row = tiny_model(variant, dtype, "sdpa", **fields), tokens(11)
     stats, expected = differential_stats(model, row[None]), expected_stats(model, row)
     assert list(stats) == list(expected)
     for name, layers in expected.items():
