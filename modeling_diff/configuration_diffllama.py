@@ -6,6 +6,7 @@ import copy
 import functools
 import reprlib
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -24,6 +25,7 @@ AUTO_MAP = {
 }
 """Auto class -> the class that it loads, as `file.Class` in a Hub folder."""
 
+SUMS_OWN_GRADIENTS = find_spec("transformers.distributed.tensor_parallel") is not None  # older ones: of submodules too
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -157,14 +159,13 @@ class DifferentialLlamaConfig(PreTrainedConfig):
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
         "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",  # one weight for all heads
-        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
         "layers.*.self_attn.lambda_proj": "colwise",  # V2: its outputs are heads
         "layers.*.self_attn.o_proj": "rowwise",
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",
-    }
+        # One weight for all heads: norms', and V1's λ. Last, for vLLM takes the first name that a module's begins with
+    } | {f"layers.*.self_attn{x}": "replicated_with_grad_allreduce" for x in (".q_norm", ".k_norm", ".head_norm", "")}
     base_model_pp_plan = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
@@ -227,10 +228,11 @@ class DifferentialLlamaConfig(PreTrainedConfig):
         # Every saved configuration says where its classes are, so that any folder of this model can be a Hub folder.
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__post_init__(**kwargs)
-        has = {"lambda_proj": self.diff_variant == "v2", "gate_proj": self.gated_mlp}
+        v1, plan = self.diff_variant == "v1", type(self).base_model_tp_plan  # the instance's: what it has, unsaved
+        has = {"self_attn": v1 and SUMS_OWN_GRADIENTS, "lambda_proj": not v1, "gate_proj": self.gated_mlp}
+        has |= {"head_norm": v1 and self.head_norm and self.head_norm_affine}
         has |= dict.fromkeys(("q_norm", "k_norm"), self.use_qk_norm)
-        plan = type(self).base_model_tp_plan.items()  # the instance's names what it has; neither is saved
-        self.base_model_tp_plan = {name: style for name, style in plan if has.get(name.rpartition(".")[2], True)}
+        self.base_model_tp_plan = {k: v for k, v in plan.items() if has.get(k.rpartition(".")[2], True)}
         if self.hidden_act == "poly_norm":  # its means are over the whole width
             whole = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
             self.base_model_tp_plan |= {k: whole[v] for k, v in self.base_model_tp_plan.items() if ".mlp." in k}

@@ -422,7 +422,8 @@ def test_tensor_parallel_plan_names_what_the_model_has(variant: str, fields: dic
     config = tiny_config(variant, **fields)
     expected = {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"}
     expected |= {"gate_proj"} if "gated_mlp" not in fields else set()
-    expected |= {"lambda_proj"} if variant == "v2" else set()
+    own_vectors = {"self_attn"} if configuration_diffllama.SUMS_OWN_GRADIENTS else set()
+    expected |= {"lambda_proj"} if variant == "v2" else {"head_norm", *own_vectors}
     expected |= {"q_norm", "k_norm"} if "use_qk_norm" in fields else set()
     assert "base_model_tp_plan" not in saved(config, tmp_path)
     for same in (config, copy.deepcopy(config), pickle.loads(pickle.dumps(config)), reread(config)):
