@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainingArguments
 
 
@@ -36,10 +37,15 @@ class StopOnNonFiniteCallback(TrainerCallback):
         if scales_losses(args):
             return
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        largest = torch.nn.utils.get_total_norm(gradients, math.inf) if gradients else torch.zeros(())
-        if hasattr(largest, "full_tensor"):  # sharded
-            largest = largest.full_tensor()
-        if not torch.isfinite(largest):
+        if not gradients:
+            return
+        parts = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+        filled = [part for part in parts if part.numel()]  # of a small parameter a process may have nothing
+        finite = torch.ones((), dtype=torch.int32, device=parts[0].device)
+        finite *= torch.isfinite(torch.nn.utils.get_total_norm(filled, math.inf))
+        if any(isinstance(gradient, DTensor) for gradient in gradients):
+            torch.distributed.all_reduce(finite, torch.distributed.ReduceOp.MIN)
+        if not finite:
             raise FloatingPointError(
                 f"Step {state.global_step + 1}: the gradients are not finite (NaN or infinite). No update was "
                 f"applied: the weights are those of step {state.global_step}. Check its batch, the learning rate and "

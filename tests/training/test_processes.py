@@ -23,11 +23,13 @@ from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention
 from diffllama.training import DifferentialStatsCallback, StopOnNonFiniteCallback
 from support.accelerate_configs import NO_DEEPSPEED, environment, launch_arguments
 from support.forked_processes import call_in_processes
-from support.tiny_models import VARIANTS, tiny_model, tokens
+from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_model, tokens
 
 
 pytestmark = pytest.mark.slow
 
+FIELDS: dict[str, dict[str, Any]] = {"v1": EVERY_FEATURE, "v2": {"gated_mlp": False, "tie_word_embeddings": True}}
+"""Variant -> what its model has; tied embeddings, so that a shared weight is sharded as well."""
 STEPS = 4
 ROWS = [{"input_ids": row, "labels": row} for row in tokens(32, 12)]
 
@@ -77,7 +79,7 @@ def train(variant: str, name: str, variables: dict[str, str], processes: int) ->
     facts = {
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "cosines": [entry["diff_cosine"] for entry in trainer.state.log_history if "diff_cosine" in entry],
-        "kept": [kept(parameter) for parameter in trainer.model.parameters()],
+        "kept": [kept(parameter) for parameter in trainer.model.parameters() if parameter.numel() > 3],
         "recomputed": sum("CheckpointWrapper" in type(module).__name__ for module in trainer.model.modules()),
         "lambda": sorted(precisions),
         "weights": sorted({str(parameter.dtype) for parameter in trainer.model.parameters()}),
@@ -89,17 +91,30 @@ def train(variant: str, name: str, variables: dict[str, str], processes: int) ->
         Path(folder, "facts.json").write_text(json.dumps(facts))
 
 
-@torch.no_grad()
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of which each process has a part."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().contiguous()
+
+
 def compute_heads_in_parallel(variant: str) -> None:
     """Each process has some of the heads."""
     model = AutoModelForCausalLM.from_pretrained(f"{variant}/begin", tp_plan="auto").eval()
     layer = model.model.layers[0].self_attn
     mine = layer.q_proj.weight.to_local() if hasattr(layer.q_proj.weight, "to_local") else layer.q_proj.weight
     assert 2 * len(mine) == model.config.num_attention_heads * layer.map_dim
-    logits = model(tokens(2, 9)).logits
-    answer = model.generate(tokens(2, 5), max_new_tokens=8, do_sample=False)
-    if os.environ["RANK"] == "0":
-        save_file({"logits": logits, "answer": answer}, f"{variant}/parallel.safetensors")
+    outputs = model(tokens(2, 9), labels=tokens(2, 9))
+    outputs.loss.backward()
+    tensors = {f"gradient of {name}": whole(parameter.grad) for name, parameter in model.named_parameters()}
+    tensors["logits"] = whole(outputs.logits)
+    tensors["answer"] = model.generate(tokens(2, 5), max_new_tokens=8, do_sample=False)
+    save_file(tensors, f"{variant}/parallel-{os.environ['RANK']}.safetensors")
+
+
+def refuse_to_part_a_group() -> None:
+    """Of one group, neither process can have all."""
+    model = AutoModelForCausalLM.from_pretrained("group", tp_plan="auto")
+    with pytest.raises(ValueError, match=r"`num_noise_heads` must be a multiple of .* 2 query heads each, got 1"):
+        model(tokens(2, 9))
 
 
 def run(environments: dict[str, dict[str, str]], processes: int, work: Path) -> None:
@@ -109,6 +124,8 @@ def run(environments: dict[str, dict[str, str]], processes: int, work: Path) -> 
         os.chdir(work)
         for variant in VARIANTS if processes > 1 else ():
             compute_heads_in_parallel(variant)  # first: after ZeRO-3 transformers refuses to
+        if processes > 1:
+            refuse_to_part_a_group()
         for (name, variables), variant in itertools.product(environments.items(), VARIANTS):
             with pytest.MonkeyPatch.context() as patch:
                 for variable, value in variables.items():
@@ -169,11 +186,11 @@ def translate(checkpoint: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every run of both variants; V2 with tied embeddings, so that a shared weight is sharded as well."""
+    """Every run of both variants."""
     work = tmp_path_factory.mktemp("trained")
     for variant in VARIANTS:
-        model = tiny_model(variant, initializer_range=0.05, tie_word_embeddings=variant == "v2")
-        model.save_pretrained(work / variant / "begin")
+        tiny_model(variant, initializer_range=0.05, **FIELDS[variant]).save_pretrained(work / variant / "begin")
+    tiny_model(num_attention_heads=4, num_noise_heads=1, num_key_value_heads=1).save_pretrained(work / "group")
     possible = [name for name in RUNS if find_spec("deepspeed") or "ZeRO" not in name]
     for processes, names in itertools.groupby(possible, lambda name: RUNS[name][0]):
         environments = {name: RUNS[name][2] for name in names}
@@ -257,10 +274,15 @@ def test_sharded_in_bfloat16_weights_and_lambda_stay_in_float32(variant: str, tr
     assert mixed["losses"] != pytest.approx(exact["losses"], rel=1e-5)
 
 
+@pytest.mark.parametrize("process", [0, 1])
 @pytest.mark.parametrize("variant", VARIANTS)
-@torch.no_grad()
-def test_heads_in_parallel_compute_what_one_process_computes(variant: str, trained: Path) -> None:
+def test_heads_in_parallel_compute_what_one_process_computes(variant: str, process: int, trained: Path) -> None:
     model = DiffLlamaForCausalLM.from_pretrained(trained / variant / "begin", attn_implementation="sdpa")
-    parallel = load_file(trained / variant / "parallel.safetensors")
-    torch.testing.assert_close(parallel["logits"], model(tokens(2, 9)).logits, rtol=0, atol=2e-5)
+    parallel = load_file(trained / variant / f"parallel-{process}.safetensors")
+    outputs = model(tokens(2, 9), labels=tokens(2, 9))
+    outputs.loss.backward()
+    torch.testing.assert_close(parallel["logits"], outputs.logits.detach(), rtol=0, atol=2e-5)
+    for name, parameter in model.named_parameters():
+        error = (parallel[f"gradient of {name}"] - parameter.grad).norm() / parameter.grad.norm()
+        assert error < 1e-5, name
     assert torch.equal(parallel["answer"], model.generate(tokens(2, 5), max_new_tokens=8, do_sample=False))
