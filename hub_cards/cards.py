@@ -169,8 +169,18 @@ def model_card(
         package=f"[diffllama]({PACKAGE_URL})" if PACKAGE_URL else "diffllama",
         requirements=requirements(),
         sliding=(config.layer_types or []).count("sliding_attention"),
+        attention="grouped differential attention" if config.signals_per_noise > 1 else "differential attention",
+        lambda_init=described_lambda_init(config.lambda_init),
+        polynorm=config.hidden_act == "poly_norm",
     )
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text.strip()}\n")
+
+
+def described_lambda_init(given: str | float | list[float]) -> str:
+    """λ_init of all layers, as a card says it; `given` is the field of the configuration."""
+    if isinstance(given, list):
+        return f"{', '.join(f'{value:.4g}' for value in given)} in layers 1 to {len(given)}"
+    return "0.8 - 0.6·exp(-0.3·(l - 1)) in layer l" if given == "exponential" else str(given)
 
 
 def without_local_paths(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -168,10 +168,20 @@ class TestText:
         width = {"v1": "| head width d, of a query and a key | 8 |\n| width 2d of a value | 16 |",
                  "v2": "| head width d, of a query and a key | 16 |\n| width of a value | 16 |"}  # fmt: skip
         assert width[variant] in text
-        assert ("λ_init | 0.8 - 0.6·exp(-0.3·(l - 1)) in layer l |" in text) == (variant == "v1")
+        assert ("| λ_init | -0.01, 0.2 in layers 1 to 2 |" in text) == (variant == "v1")
         assert "| sliding window | 5 tokens in 1 of 2 layers |" in text
-        plain = model_card(facts("v1", {"lambda_init": 0.5, "head_norm": False}), "model").text
+        assert "| differential heads h (softmax maps) | 4 (6) |\n| noise heads, each shared by 2 signal heads (" in text
+        assert "arxiv.org/abs/2510.06949)) | 2 |\n" in text
+        assert "| feed-forward width | 96 |\n| activation | PolyNorm (" in text
+        assert "with grouped differential attention (DIFF" in text
+        cited = ["ye2025differential", "lim2025grouped", "zhuo2025polynomial"]
+        assert re.findall(r"^@\w+\{(\w+),$", text, re.MULTILINE) == cited
+        text = model_card(facts(variant), "model").text
+        assert ("| λ_init | 0.8 - 0.6·exp(-0.3·(l - 1)) in layer l |" in text) == (variant == "v1")
+        assert not re.search("rouped|PolyNorm|without a gate|" + "|".join(cited[1:]), text)
+        plain = model_card(facts("v1", {"lambda_init": 0.5, "head_norm": False, "gated_mlp": False}), "model").text
         assert "| λ_init | 0.5 |" in plain
+        assert "| feed-forward width | 96, without a gate |" in plain
         assert "| headwise normalization | none |" in plain
 
     @pytest.mark.parametrize("variant", VARIANTS)
