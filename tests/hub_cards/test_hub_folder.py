@@ -86,12 +86,12 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     work = tmp_path_factory.mktemp("origins")
     expected: dict[str, torch.Tensor] = {}
 
-    trainer = train(tiny_model("v1", attn_implementation="sdpa"), work / "trainer")
+    trainer = train(tiny_model("v1", attn_implementation="sdpa", **EVERY_FEATURE), work / "trainer")
     trainer.save_model(work / "save_model")
     expected["save_model"] = expected["checkpoint"] = logits_of(trainer.model)
 
     lora = LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
-    adapted = get_peft_model(tiny_model("v2", attn_implementation="sdpa"), lora)
+    adapted = get_peft_model(tiny_model("v2", attn_implementation="sdpa", gated_mlp=False), lora)
     merged = adapted.merge_and_unload()
     merged.save_pretrained(work / "merged")
     expected["merged"] = logits_of(merged)

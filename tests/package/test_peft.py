@@ -26,7 +26,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from diffllama import DiffLlamaForCausalLM
 from diffllama.training.lambdas import train_lambdas
 from support import subprocess_runner
-from support.tiny_models import VARIANTS, tiny_model, tokens
+from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_model, tokens
 
 
 TASK = "CAUSAL_LM"
@@ -40,6 +40,8 @@ METHODS: dict[str, PeftConfig] = {
     "VeRA": VeraConfig(task_type=TASK),
 }
 """Methods that need layers to adapt, none of which is named."""
+FIELDS: dict[str, dict[str, Any]] = {"v1": EVERY_FEATURE, "v2": {"gated_mlp": False}}
+"""Variant -> what its model has."""
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -83,8 +85,8 @@ facts["last"] = all(mapping["diff_llama"] == mapping["llama"] for mapping in kno
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_adapter_without_named_layers_begins_as_the_model_and_learns(variant: str, method: str, tmp_path: Path) -> None:
-    base = logits(tiny_model(variant))
-    model = get_peft_model(tiny_model(variant), METHODS[method])
+    base = logits(tiny_model(variant, **FIELDS[variant]))
+    model = get_peft_model(tiny_model(variant, **FIELDS[variant]), METHODS[method])
     if method == "LoRA":  # a Llama's default
         assert {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad} == {"q_proj", "v_proj"}
     torch.testing.assert_close(logits(model), base, rtol=0, atol=1e-5)
@@ -94,7 +96,7 @@ def test_adapter_without_named_layers_begins_as_the_model_and_learns(variant: st
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
     adapted = logits(model)
     model.save_pretrained(tmp_path)
-    again = PeftModel.from_pretrained(tiny_model(variant), tmp_path)
+    again = PeftModel.from_pretrained(tiny_model(variant, **FIELDS[variant]), tmp_path)
     assert torch.equal(logits(again), adapted)
     merged = again.merge_and_unload()
     assert type(merged) is DiffLlamaForCausalLM
@@ -108,16 +110,19 @@ def test_prompt_tuning_learns(variant: str) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_v2s_projection_of_lambda_can_be_trained_in_full_beside_an_adapter(tmp_path: Path) -> None:
-    model = get_peft_model(tiny_model("v2"), LoraConfig(task_type=TASK, modules_to_save=["lambda_proj"]))
-    layer = model.base_model.model.model.layers[0].self_attn
-    before = layer.lambda_proj.modules_to_save["default"].weight.clone()
+@pytest.mark.parametrize(("variant", "saved"), [("v1", ["act_fn"]), ("v2", ["act_fn", "lambda_proj"])])
+def test_polynorm_and_v2s_projection_of_lambda_can_be_trained_in_full_beside_an_adapter(
+    variant: str, saved: list[str], tmp_path: Path
+) -> None:
+    config = LoraConfig(task_type=TASK, target_modules="all-linear", exclude_modules=saved, modules_to_save=saved)
+    model = get_peft_model(tiny_model(variant, **EVERY_FEATURE), config)
+    full = {name: p.clone() for name, p in model.named_parameters() if "modules_to_save" in name}
+    assert {module for module in saved for name in full if module in name} == set(saved)
     train(model)
-    assert not torch.equal(layer.lambda_proj.modules_to_save["default"].weight, before)
+    assert not any(torch.equal(model.get_parameter(name), p) for name, p in full.items())
     adapted = logits(model)
     model.save_pretrained(tmp_path)
-    assert any("lambda_proj" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
-    merged = PeftModel.from_pretrained(tiny_model("v2"), tmp_path).merge_and_unload()
+    merged = PeftModel.from_pretrained(tiny_model(variant, **EVERY_FEATURE), tmp_path).merge_and_unload()
     torch.testing.assert_close(logits(merged), adapted, rtol=0, atol=2e-5)
 
 
