@@ -17,9 +17,9 @@ def planted_model(
     Args:
         kind: as `tiny_loaded_model` takes it.
         markers: letters of one byte each.
-        score: of a marker in the first maps of differential heads, and in all maps of a Llama.
-        second: of a marker in the second maps.
-        lambda_: what the second maps are subtracted with.
+        score: of a marker in the signals' maps of differential heads, and in all maps of a Llama.
+        second: of a marker in the noises' maps.
+        lambda_: what the noises' maps are subtracted with.
 
     The hidden states are the embeddings, [1, 1, 0, …] and of markers [1, 0, 1, …], in all layers: nothing is added to
     them. Nothing is rotated.
@@ -39,7 +39,8 @@ def planted_model(
         queries = attention.q_proj.weight.unflatten(0, (-1, width))  # [maps, width, hidden size]
         queries[:, 0, 0] = score / (normed**2 * attention.scaling)
         if kind != "llama":
-            queries[1::2, 0, 0] = second / (normed**2 * attention.scaling)
+            r = attention.signals_per_noise
+            queries[r :: r + 1, 0, 0] = second / (normed**2 * attention.scaling)
         attention.k_proj.weight.unflatten(0, (-1, width))[:, 0, 2] = 1
         if kind == "v1":
             attention.lambda_q1.zero_()

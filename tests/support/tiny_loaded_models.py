@@ -5,17 +5,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from diffllama.evaluation.models import LoadedModel
 from support.rule_based_lm import byte_tokenizer
-from support.tiny_models import VARIANTS, tiny_model
+from support.tiny_models import GROUPED, VARIANTS, tiny_model
 
 
 KINDS = ("llama", *VARIANTS)
 
 
 def tiny_loaded_model(kind: str) -> LoadedModel:
-    """A Llama or one of ours, for texts up to 1024 bytes, a token each."""
+    """A Llama or one of ours, V1 with two signals for each noise, for texts up to 1024 bytes, a token each."""
     tokenizer = byte_tokenizer()
     if kind in VARIANTS:
-        model = tiny_model(kind, attn_implementation="sdpa", vocab_size=len(tokenizer), max_position_embeddings=1024)
+        fields = {"vocab_size": len(tokenizer), "max_position_embeddings": 1024, **(GROUPED if kind == "v1" else {})}
+        model = tiny_model(kind, attn_implementation="sdpa", **fields)
     else:
         config = LlamaConfig(
             vocab_size=len(tokenizer),

@@ -12,17 +12,18 @@ from diffllama import DiffLlamaConfig, DiffLlamaForCausalLM
 
 VARIANTS = ("v1", "v2")
 
+GROUPED: dict[str, Any] = {"num_attention_heads": 6, "num_noise_heads": 2, "hidden_act": "poly_norm"}
+"""Fields with which a tiny model of any depth has two signals for each noise, and PolyNorm."""
+
 EVERY_FEATURE: dict[str, Any] = {
+    **GROUPED,
     "attention_out_bias": True,
     "use_qk_norm": True,
     "no_rope_layers": [0, 1],
     "sliding_window": 5,
     "layer_types": ["sliding_attention", "full_attention"],
-    "num_attention_heads": 6,
-    "num_noise_heads": 2,
     "lambda_init": [-0.01, 0.2],
     "head_norm_eps": 1e-3,
-    "hidden_act": "poly_norm",
 }
 """Fields with which a tiny model has all that is optional in a layer, each in one of its two layers or in both."""
 

@@ -36,6 +36,12 @@ MODEL = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
     "initializer_range": 0.1, "tie_word_embeddings": False,
 }  # fmt: skip
+GROUPED = MODEL | {
+    "num_attention_heads": 3,
+    "num_noise_heads": 1,
+    "hidden_act": "poly_norm",
+    "lambda_init": [-0.01, 0.2],
+}
 SETTINGS: dict[str, Any] = {
     "recipe": "scaling",
     "model": MODEL,
@@ -153,7 +159,7 @@ def test_one_switch_trains_the_matched_transformer_on_the_same_tokens(variant: s
 
 
 def test_sequences_held_out_are_evaluated_on_and_not_trained_on() -> None:
-    settings = SETTINGS | {"data": {"files": "texts", "evaluation_sequences": 10}}
+    settings = SETTINGS | {"model": GROUPED, "data": {"files": "texts", "evaluation_sequences": 10}}
     folder = pretrain(write("held-out", settings, eval_strategy="steps", eval_steps=9))
     rows = torch.tensor(load_packed_dataset(tiny_tokenizer(), 16, files="texts")["input_ids"])
     logits = AutoModelForCausalLM.from_pretrained(folder)(rows[-10:]).logits

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 
-from support.tiny_models import VARIANTS, tiny_model, tokens
+from support.tiny_models import GROUPED, VARIANTS, tiny_model, tokens
 
 
 ROWS = [tokens(12, seed=i) for i in range(16)]
@@ -19,6 +19,9 @@ BY_LENGTH = (
     if "train_sampling_strategy" in inspect.signature(TrainingArguments).parameters
     else {"group_by_length": True}
 )
+
+FIELDS: dict[str, dict[str, Any]] = {"v1": GROUPED, "v2": {"gated_mlp": False}}
+"""Variant -> what its model has."""
 
 Make = Callable[..., Trainer]
 
@@ -32,7 +35,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
             "max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1,
             "save_strategy": "no", "report_to": [], "use_cpu": True, "seed": 1, "lr_scheduler_type": "constant",
         }  # fmt: skip
-        fields = {"initializer_range": 0.05, "num_hidden_layers": layers}
+        fields = FIELDS[request.param] | {"initializer_range": 0.05, "num_hidden_layers": layers}
         model = tiny_model(request.param, attn_implementation="sdpa", **fields)
         return Trainer(
             model,

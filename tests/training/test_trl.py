@@ -37,6 +37,9 @@ TEMPLATE = (
 )
 """The tokenizer's own, with what the assistant says between markers."""
 
+FIELDS: dict[str, dict[str, Any]] = {"v1": EVERY_FEATURE, "v2": {"gated_mlp": False}}
+"""Variant -> what its model has, where nothing else is said."""
+
 Make = Callable[..., SFTTrainer]
 
 
@@ -59,7 +62,8 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = chat_template or tokenizer.chat_template
         return SFTTrainer(
-            model or tiny_model(request.param, attn_implementation="sdpa", initializer_range=0.05),
+            model
+            or tiny_model(request.param, attn_implementation="sdpa", initializer_range=0.05, **FIELDS[request.param]),
             SFTConfig(str(tmp_path / "run"), **(defaults | given)),
             train_dataset=Dataset.from_dict(data),
             processing_class=tokenizer,
@@ -161,7 +165,8 @@ def test_lora_is_learnt_without_named_layers_and_loads(make: Make, tmp_path: Pat
     assert moved == {name for name in before if "lora_" in name}
     assert {name.split(".")[-4] for name in moved} == {"q_proj", "v_proj"}
     trainer.save_model(tmp_path / "adapter")
-    base = tiny_model(trainer.model.config.diff_variant, attn_implementation="sdpa", initializer_range=0.05)
+    variant = trainer.model.config.diff_variant
+    base = tiny_model(variant, attn_implementation="sdpa", initializer_range=0.05, **FIELDS[variant])
     again = PeftModel.from_pretrained(base, tmp_path / "adapter")
     with torch.no_grad():
         expected = trainer.model.eval()(tokens(2, 9)).logits

@@ -66,18 +66,17 @@ def test_infinite_magnitude_survives_json() -> None:
 def test_planted_key_and_state_have_known_magnitudes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 50 tokens two are markers, the 46th and the 49th: 5 + 2 queries see them, in 2 layers and all maps.
 
-    The first maps score them 12, the second -3, everything else 0.
+    The signals' maps score them 12, the noises' -3, everything else 0.
     """
     monkeypatch.setattr(attention, "BLOCK_BYTES", 7000)
     loaded = planted_model(kind, markers="7", score=12, second=-3)
     embeddings = loaded.model.get_input_embeddings().weight.data
     embeddings[loaded.encode("!"), :2] = torch.tensor([900.0, -900])
     found = magnitudes(loaded.model, loaded.tensor(loaded.encode("!" + "a" * 44 + "7aa7a")))
-    maps = 4 * 2 if kind == "llama" else 8 * 2  # heads or maps of both layers
+    maps, high = {"llama": (8, 8), "v1": (12, 8), "v2": (16, 8)}[kind]  # of both layers, and how many are signals'
     logits, states = found["attention logits"], found["hidden states"]
     assert logits.counts.sum() == maps * 50 * 51 // 2
-    high = 7 * (maps if kind == "llama" else maps // 2)
-    expected = [12.0] * high + ([] if kind == "llama" else [3.0] * high) + [0.0] * 100
+    expected = [12.0] * 7 * high + [3.0] * 7 * (maps - high) + [0.0] * 100
     assert logits.top.tolist() == pytest.approx(expected[:100], rel=1e-4, abs=1e-5)
     assert logits.median < 1e-38
     assert states.counts.sum() == 2 * 50 * 64
@@ -97,9 +96,10 @@ def true_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
             for projection in (own.q_proj, own.k_proj)
         )  # [maps, n, width], [keys, n, width]
         pairs = 2 if model.config.model_type == "diff_llama" and own.diff_variant == "v1" else 1
+        group = len(queries) * pairs // len(keys)  # queries of a key/value head; V1's has two keys
         for index, query in enumerate(queries):
-            head = index // pairs // (len(queries) // len(keys)) * pairs + index % pairs
-            scores = query @ keys[head].T / width**0.5
+            noise = pairs == 2 and index % (own.signals_per_noise + 1) == own.signals_per_noise
+            scores = query @ keys[index // group * pairs + noise].T / width**0.5
             found.append(scores[torch.ones(n, n).tril().bool()].abs())
     return torch.cat(found)
 
