@@ -45,7 +45,7 @@ def join_keys(key: torch.Tensor) -> torch.Tensor:
 
 
 def vector_lambda(
-    q1: torch.Tensor, k1: torch.Tensor, q2: torch.Tensor, k2: torch.Tensor, lambda_init: float
+    lambda_init: float, q1: torch.Tensor, k1: torch.Tensor, q2: torch.Tensor, k2: torch.Tensor
 ) -> torch.Tensor:
     """λ = exp(q1·k1) - exp(q2·k2) + λ_init (paper, equation 2) of four [d] vectors, as a [1] tensor in float32."""
     dtype = at_least_float32(q1.dtype)

@@ -178,7 +178,7 @@ class DiffLlamaAttention(nn.Module):
     def differential_lambda(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """λ in float32 (float64 in a float64 model): [1] in V1, [b, n, s, 1] in V2, of the layer's normalised input."""
         if self.diff_variant == "v1":
-            return vector_lambda(*(getattr(self, name) for name in LAMBDA_VECTORS), self.lambda_init)
+            return vector_lambda(self.lambda_init, *(getattr(self, name) for name in LAMBDA_VECTORS))
         # Engines fuse the three projections that read `hidden_states` itself; the index keeps this one apart.
         logits = self.lambda_proj(hidden_states[...])
         return torch.sigmoid(logits.to(at_least_float32(logits.dtype))).unsqueeze(-1)

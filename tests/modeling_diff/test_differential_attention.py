@@ -39,7 +39,7 @@ def test_padded_queries_times_joined_keys_are_the_products_of_each_map(r: int) -
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_lambda_is_computed_in_float32_or_better(dtype: torch.dtype) -> None:
     q1, k1, q2, k2 = torch.randn(4, 64).to(dtype)
-    value = vector_lambda(q1, k1, q2, k2, 0.2)
+    value = vector_lambda(0.2, q1, k1, q2, k2)
     truth = math.exp(q1.double() @ k1.double()) - math.exp(q2.double() @ k2.double()) + 0.2
     assert value.shape == (1,)
     assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
