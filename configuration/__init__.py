@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's model sizes and training recipes, and for each differential model the Transformer it is compared with."""
+"""Model sizes and training recipes, and for each differential model the Transformer it is compared with."""
 
 import copy
 import functools
@@ -37,12 +37,14 @@ def _entry(kind: str, name: str) -> dict[str, Any]:
 
 
 def preset_names() -> list[str]:
-    """Names that `preset` knows: the paper's main model `"3b"` and its scaling study."""
+    """Names that `preset` knows: the paper's main model `"3b"`, grouped versions of it, the paper's scaling study, and
+    published models."""
     return list(_entries("preset"))
 
 
 def preset(name: str, **overrides: Any) -> "DiffLlamaConfig":
-    """The configuration of one of the paper's models (arXiv 2410.05258, sections 3.1 and 3.2).
+    """The configuration of a model of the paper (arXiv 2410.05258, sections 3.1 and 3.2), of its 3B with four signal
+    heads on each noise head (`"3b-v1-4to1"`, `"3b-v2-4to1"`), or of Motif 2.6B, Motif 2 12.7B or Perdix 1.1B.
 
     Args:
         name: one of `preset_names()`.
@@ -52,8 +54,12 @@ def preset(name: str, **overrides: Any) -> "DiffLlamaConfig":
         ValueError: there is no preset of that name.
     """
     from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
+    from diffllama.modeling_diff.differential_attention import exponential_lambda_init
 
-    return DiffLlamaConfig(**(_entry("preset", name) | overrides))
+    fields = _entry("preset", name) | overrides
+    if fields.get("lambda_init") == "motif":
+        fields["lambda_init"] = [exponential_lambda_init(i - 1) for i in range(fields["num_hidden_layers"])]
+    return DiffLlamaConfig(**fields)
 
 
 def recipe_names() -> list[str]:
@@ -104,8 +110,10 @@ SHARED_FIELDS = (
 def baseline(config: "DiffLlamaConfig") -> "LlamaConfig":
     """The Transformer of the same depth, width and cost in parameters that a differential model is compared with.
 
-    V1: twice the heads, of width d = D/2 (paper, section 3). V2: h heads of width D, to which DIFF V2 adds a second
-    query each. Keys and values take the same room in a cache either way.
+    V1: twice the signal heads, of width d = D/2 (paper, section 3). V2: as many heads as signal heads, of width D. Keys
+    and values take the same room in a cache either way. The feed-forward has a gate, and `silu` instead of `poly_norm`.
+    Where ours has no gate, or several signals share a noise head, `intermediate_size` makes the parameters equal. V2
+    with a noise head for each signal has those queries more than its baseline.
 
     Raises:
         ValueError: the configuration has something that no Llama has.
@@ -123,11 +131,18 @@ def baseline(config: "DiffLlamaConfig") -> "LlamaConfig":
             raise ValueError(f"`{field}` must be {value} (no Llama has it otherwise), got {getattr(config, field)}.")
     assert config.num_key_value_heads is not None  # set when the configuration is made
     split = 2 if config.diff_variant == "v1" else 1  # keys of the Transformer in the width of one of ours
-    shared = {field: copy.deepcopy(getattr(config, field)) for field in SHARED_FIELDS}
+    heads = split * config.num_signal_heads
+    rows = (3 if config.gated_mlp else 2) * config.intermediate_size  # of weights that are `hidden_size` wide
+    if config.signals_per_noise > 1:
+        rows += (config.num_attention_heads - heads) * config.rotary_dim  # of q_proj
+    fields = {field: copy.deepcopy(getattr(config, field)) for field in SHARED_FIELDS}
+    fields["intermediate_size"] = round(rows / 3)
+    if config.hidden_act == "poly_norm":
+        fields["hidden_act"] = "silu"
     return LlamaConfig(
-        **shared,
-        num_attention_heads=config.num_attention_heads // 2 * split,
-        num_key_value_heads=config.num_key_value_heads * split,
+        **fields,
+        num_attention_heads=heads,
+        num_key_value_heads=split * config.num_key_value_heads,
         head_dim=config.rotary_dim,
     )
 

@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,13 @@ SCALING_STUDY = {
     "13.1b": (5120, 40, 20, 13097),
 }
 
+# Parameters and tensors of published checkpoints, layers, signal heads and the width of their outputs together
+PUBLISHED = {
+    "motif-2.6b": (2_597_218_432, 514, 32, 8, 2048),
+    "motif-2-12.7b": (12_703_860_896, 643, 40, 32, 8192),
+    "perdix-1.1b": (1_107_387_984, 302, 20, 16, 2048),
+}
+
 
 def parameters(config: DiffLlamaConfig | LlamaConfig) -> dict[str, nn.Parameter]:
     """The parameters of the language model of this configuration, on the meta device; tied ones once."""
@@ -34,8 +42,8 @@ def count(config: DiffLlamaConfig | LlamaConfig) -> int:
     return sum(parameter.numel() for parameter in parameters(config).values())
 
 
-def test_there_is_a_preset_for_every_model_of_the_paper() -> None:
-    assert preset_names() == ["3b", *SCALING_STUDY]
+def test_there_is_a_preset_for_every_model_of_the_paper_and_published_ones() -> None:
+    assert preset_names() == ["3b", "3b-v1-4to1", "3b-v2-4to1", *SCALING_STUDY, *PUBLISHED]
 
 
 def test_3b_has_the_dimensions_and_parameters_of_table_9() -> None:
@@ -80,7 +88,35 @@ def test_every_preset_is_the_papers_architecture_with_a_baseline_of_twice_the_he
     assert count(config) - count(llama) == config.num_hidden_layers * 3 * config.head_dim  # λ vectors and head norm
 
 
-@pytest.mark.parametrize("name", ["7b", "3B", "", "common", None])
+@pytest.mark.parametrize(("name", "sizes"), [("3b-v1-4to1", (48, 12, 128, 7168)), ("3b-v2-4to1", (24, 6, 128, 9728))])
+def test_grouped_3b_has_the_parameters_of_the_3b_and_of_its_own_baseline(name: str, sizes: tuple[int, ...]) -> None:
+    config, llama = preset(name), baseline(preset(name))
+    assert (config.signals_per_noise, config.num_noise_heads, config.num_signal_heads) == (4, 6, 24)
+    assert (config.rotary_dim, config.hidden_size, config.num_hidden_layers) == (128, 3072, 28)
+    for other in (preset("3b"), llama):
+        assert count(config) == pytest.approx(count(other), rel=1e-3)
+    assert (llama.num_attention_heads, llama.num_key_value_heads, llama.head_dim, llama.intermediate_size) == sizes
+
+
+@pytest.mark.parametrize(("name", "row"), PUBLISHED.items())
+def test_published_models_have_their_parameters_and_a_baseline_with_as_many(name: str, row: tuple[int, ...]) -> None:
+    config, tensors = preset(name), parameters(preset(name))
+    outputs = tensors["model.layers.0.self_attn.o_proj.weight"].shape[1]
+    assert (count(config), len(tensors), config.num_hidden_layers, config.num_signal_heads, outputs) == row
+    llama = baseline(config)
+    assert llama.hidden_act == "silu"
+    assert count(llama) == pytest.approx(count(config), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["motif-2.6b", "motif-2-12.7b"])
+def test_motif_has_the_lambda_init_of_the_layer_before(name: str) -> None:
+    config = preset(name)
+    assert config.lambda_init == [0.8 - 0.6 * math.exp(-0.3 * (i - 1)) for i in range(config.num_hidden_layers)]
+    assert config.lambda_init[:2] == pytest.approx([-0.0099, 0.2], abs=1e-4)
+    assert preset(name, num_hidden_layers=3).lambda_init == config.lambda_init[:3]
+
+
+@pytest.mark.parametrize("name", ["7b", "3B", "", "common", "motif", None])
 def test_unknown_preset_is_refused_with_the_known_ones(name: Any) -> None:
     with pytest.raises(ValueError, match=repr(name)) as error:
         preset(name)
@@ -106,14 +142,17 @@ def test_fields_of_a_preset_can_be_set_otherwise() -> None:
         ({"head_dim": 24, "tie_word_embeddings": True}, "λ and norm"),
         ({"head_norm_affine": False}, "λ"),
         ({"head_norm": False}, "λ"),
+        ({"num_attention_heads": 10, "num_noise_heads": 2}, "λ and norm"),
+        ({"gated_mlp": False}, "λ and norm"),
+        ({"hidden_act": "poly_norm"}, "λ, norm and PolyNorm"),
     ],
     ids=str,
 )
-def test_v1_has_the_parameters_of_its_baseline_and_lambda_vectors_and_head_norms(
+def test_v1_has_the_parameters_of_its_baseline_and_those_of_lambda_norms_and_activation(
     fields: dict[str, Any], extra: str
 ) -> None:
     config = tiny_config("v1", **fields)
-    each_layer = 4 * config.head_dim // 2 + (config.head_dim if "norm" in extra else 0)
+    each_layer = 4 * config.head_dim // 2 + config.head_dim * (" norm" in extra) + 4 * ("PolyNorm" in extra)
     assert count(config) - count(baseline(config)) == config.num_hidden_layers * each_layer
 
 
