@@ -3,7 +3,7 @@
 """Attention alone: what is between the rotated queries, keys and values and the head norm or output projection.
 
 Of ours that is padding the queries and joining the keys (V1), the call of the registered attention function and the
-combination of both maps; of the Transformer the call.
+combination of the maps; of the Transformer the call.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from benchmarks.correctness import CHECKED_LENGTH, SAMPLES, Tensors, compare_with_plain
-from benchmarks.implementations import Architecture, Setting, configuration, llama
+from benchmarks.implementations import DIFFERENTIAL, Architecture, Setting, configuration, llama
 from benchmarks.measure import Step
 from diffllama.modeling_diff.differential_attention import combine_maps, join_keys, pad_queries
 from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention, eager_attention_forward
@@ -38,9 +38,10 @@ class Attention:
     def __init__(self, architecture: Architecture, setting: Setting, decoding: bool = False) -> None:
         config = configuration(architecture, llama(setting.shape, setting.groups))
         with torch.device("meta"):  # of the module, attention functions read only attributes
-            self.module: Any = (LlamaAttention if architecture == "llama" else DiffLlamaAttention)(config, 0)
+            self.module: Any = (DiffLlamaAttention if architecture in DIFFERENTIAL else LlamaAttention)(config, 0)
         self.architecture, self.setting = architecture, setting
-        self.differential, self.joins = architecture != "llama", architecture == "v1"
+        self.differential, self.joins = architecture in DIFFERENTIAL, architecture == "v1"
+        self.heads = config.num_signal_heads if self.differential else config.num_attention_heads
         self.decoding, self.head_dim, self.width = decoding, config.head_dim, config.head_dim // (1 + self.joins)
         b, n, keys = setting.batch, setting.length, config.num_key_value_heads
         generator = torch.Generator(setting.device).manual_seed(0)
@@ -55,14 +56,13 @@ class Attention:
         self.value = random(b, n, keys, self.head_dim)
         self.inputs = {"query": self.query, "key": self.key, "value": self.value}
         if self.differential:
-            like = (1,) if self.joins else (b, rows, config.num_attention_heads // 2, 1)
+            like = (1,) if self.joins else (b, rows, self.heads, 1)
             self.differential_lambda = torch.rand(like, generator=generator, device=setting.device)
             self.inputs["differential_lambda"] = self.differential_lambda.requires_grad_(not decoding)
         if decoding:
             self.cached = (join_keys(self.key) if self.joins else self.key).transpose(1, 2).contiguous()
             self.value = self.value.transpose(1, 2).contiguous().transpose(1, 2)
-        heads = config.num_attention_heads // (1 + self.differential)
-        self.gradient = torch.randn(b, rows, heads, self.head_dim, generator=generator, device=setting.device)
+        self.gradient = torch.randn(b, rows, self.heads, self.head_dim, generator=generator, device=setting.device)
         self.gradient = self.gradient.to(setting.torch_dtype)
 
     def use(self, implementation: str) -> None:
@@ -71,7 +71,7 @@ class Attention:
 
     def __call__(self) -> torch.Tensor:
         """Outputs [b, queries, heads, width of values], by the chosen attention function."""
-        query = pad_queries(self.query, 1) if self.joins else self.query
+        query = pad_queries(self.query, self.module.signals_per_noise) if self.joins else self.query
         key = self.cached if self.decoding else (join_keys(self.key) if self.joins else self.key).transpose(1, 2)
         more = {"differential_lambda": self.differential_lambda} if self.differential else {}
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -88,17 +88,17 @@ class Attention:
             sliding_window=None,
             **more,
         )
-        if output.shape[2] > self.gradient.shape[2]:  # both maps' outputs; a fused function returns their difference
-            output = combine_maps(output, self.differential_lambda, 1)
+        if output.shape[2] > self.heads:  # every map's output; a fused function returns the differences
+            output = combine_maps(output, self.differential_lambda, self.module.signals_per_noise)
         return output
 
     def plain(self, inputs: Tensors, rows: torch.Tensor) -> torch.Tensor:
         """The same in plain PyTorch, at some queries, map by map, from inputs in any dtype."""
         query, key, value = (inputs[name].transpose(1, 2) for name in ("query", "key", "value"))
         query = query[:, :, rows]
-        maps, heads, length = query.shape[1], self.gradient.shape[2], key.shape[2]
+        maps, length = query.shape[1], key.shape[2]
         if self.joins:  # a head's two maps have a key each
-            key = key.unflatten(1, (-1, 2)).repeat_interleave(2 * heads // key.shape[1], 1).flatten(1, 2)
+            key = key.unflatten(1, (-1, 2)).repeat_interleave(maps // key.shape[1], 1).flatten(1, 2)
         else:
             key = key.repeat_interleave(maps // key.shape[1], 1)
         positions = rows + length - self.query.shape[1]
@@ -109,8 +109,11 @@ class Attention:
             differential_lambda = inputs["differential_lambda"]
             if differential_lambda.dim() > 1:
                 differential_lambda = differential_lambda.transpose(1, 2)[:, :, rows]
-            weights = (weights[:, ::2] - differential_lambda * weights[:, 1::2]).to(value.dtype)
-        return (weights @ value.repeat_interleave(heads // value.shape[1], 1)).transpose(1, 2)
+            size = maps // (maps - self.heads)  # of a group: signals, and last their noise
+            signals = weights.unflatten(1, (-1, size))[:, :, :-1].flatten(1, 2)
+            noise = weights[:, size - 1 :: size].repeat_interleave(size - 1, 1)
+            weights = (signals - differential_lambda * noise).to(value.dtype)
+        return (weights @ value.repeat_interleave(self.heads // value.shape[1], 1)).transpose(1, 2)
 
     def backward(self) -> None:
         """Forward and backward; gradients are forgotten."""

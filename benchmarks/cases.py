@@ -39,7 +39,7 @@ class Case:
     architectures: tuple[Architecture, ...] = ARCHITECTURES
 
 
-SINGLE_CALL: tuple[Architecture, ...] = ("llama", "v1", "v2")
+SINGLE_CALL = tuple(architecture for architecture in ARCHITECTURES if architecture != "transformers")
 """Without transformers' `diffllama`, whose attention is not one call."""
 
 CASES = {

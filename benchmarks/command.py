@@ -65,7 +65,8 @@ def run(
     ] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that are generated from each prompt.")] = 64,
     architecture: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(ARCHITECTURES)}, only these and llama. May be repeated.")
+        list[str] | None,
+        typer.Option(help=f"Of {', '.join(ARCHITECTURES)}, only these and their Llamas. May be repeated."),
     ] = None,
     attention: Annotated[
         list[str] | None, typer.Option(help=f"Attention functions of ours; {', '.join(OURS)} as far as there.")

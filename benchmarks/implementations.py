@@ -17,11 +17,21 @@ from diffllama import DiffLlamaConfig, DiffLlamaForCausalLM
 from diffllama.configuration import SHARED_FIELDS, baseline, preset
 
 
-Architecture = Literal["llama", "transformers", "v1", "v2"]
-"""The matched Llama, transformers' own `diffllama`, and ours."""
+Architecture = Literal["llama", "transformers", "v1", "v2", "llama-4to1", "v2-4to1"]
+"""The matched Llama, transformers' own `diffllama`, and ours; and with four heads on each key/value head the Llama, and
+our V2 with one noise head for these four."""
 
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
-NAMES = {"llama": "llama", "transformers": "transformers diffllama", "v1": "ours V1", "v2": "ours V2"}
+NAMES = {
+    "llama": "llama",
+    "transformers": "transformers diffllama",
+    "v1": "ours V1",
+    "v2": "ours V2",
+    "llama-4to1": "llama 4:1",
+    "v2-4to1": "ours V2 4:1",
+}
+DIFFERENTIAL: tuple[Architecture, ...] = ("v1", "v2", "v2-4to1")
+"""Ours."""
 
 OURS = ("diff_attention", "sdpa", "flash_attention_2")
 """Attention functions that ours are timed with, as far as they are there."""
@@ -88,11 +98,12 @@ class Implementation:
     @property
     def ours(self) -> bool:
         """Whether goals are for it."""
-        return self.architecture in ("v1", "v2")
+        return self.architecture in DIFFERENTIAL
 
-
-REFERENCE = Implementation("llama")
-"""Ratios are to this one."""
+    @property
+    def reference(self) -> "Implementation":
+        """The Llama to whose time ratios are."""
+        return Implementation("llama-4to1" if self.architecture.endswith("4to1") else "llama")
 
 
 def llama(shape: str, groups: int | None = None) -> LlamaConfig:
@@ -116,17 +127,25 @@ def llama(shape: str, groups: int | None = None) -> LlamaConfig:
 
 def applies(architecture: Architecture, llama: LlamaConfig) -> bool:
     """Whether there is such a model of these sizes: V1 and transformers' `diffllama` pair heads, and keys."""
+    if architecture.endswith("4to1"):
+        return llama.num_attention_heads % 4 == 0
     return architecture in ("llama", "v2") or not (llama.num_attention_heads % 2 or llama.num_key_value_heads % 2)
 
 
 def configuration(architecture: Architecture, llama: LlamaConfig) -> PretrainedConfig:
     """Of the model with the Llama's hidden width, depth, and keys and values of the same size.
 
-    V1 has half as many heads of twice the width; V2 as many heads of the same width, with two queries each.
+    V1 has half as many heads of twice the width; V2 as many heads of the same width, each with a noise query or four
+    with the same one. The latter, and the Llama for it, have a quarter as many keys as heads.
     """
-    if architecture == "llama":
-        return copy.deepcopy(llama)
     heads, keys, width = llama.num_attention_heads, llama.num_key_value_heads, llama.head_dim
+    noise = heads
+    if architecture.endswith("4to1"):
+        noise = keys = heads // 4
+    if architecture.startswith("llama"):
+        llama = copy.deepcopy(llama)
+        llama.num_key_value_heads = keys
+        return llama
     shared = {name: copy.deepcopy(getattr(llama, name)) for name in SHARED_FIELDS}
     if architecture == "transformers":
         del shared["mlp_bias"], shared["dtype"]
@@ -135,9 +154,8 @@ def configuration(architecture: Architecture, llama: LlamaConfig) -> PretrainedC
         )
     if architecture == "v1":
         return DiffLlamaConfig(**shared, num_attention_heads=heads, num_key_value_heads=keys // 2, head_dim=2 * width)
-    return DiffLlamaConfig(
-        **shared, diff_variant="v2", num_attention_heads=2 * heads, num_key_value_heads=keys, head_dim=width
-    )
+    sizes = {"num_attention_heads": heads + noise, "num_noise_heads": noise, "num_key_value_heads": keys}
+    return DiffLlamaConfig(**shared, **sizes, diff_variant="v2", head_dim=width)
 
 
 def build(
@@ -145,10 +163,9 @@ def build(
 ) -> PreTrainedModel:
     """A model with random weights, always the same ones."""
     classes = {
-        "llama": transformers.LlamaForCausalLM,
+        **dict.fromkeys(("llama", "llama-4to1"), transformers.LlamaForCausalLM),
         "transformers": transformers.DiffLlamaForCausalLM,
-        "v1": DiffLlamaForCausalLM,
-        "v2": DiffLlamaForCausalLM,
+        **dict.fromkeys(DIFFERENTIAL, DiffLlamaForCausalLM),
     }
     config = configuration(architecture, llama(setting.shape, setting.groups))
     torch.manual_seed(0)
@@ -170,11 +187,11 @@ def available(implementation: str, setting: Setting) -> bool:
 def implementations(
     setting: Setting, architectures: Sequence[str] = ARCHITECTURES, attention: Sequence[str] | None = None
 ) -> list[Implementation]:
-    """What is compared in a setting, the reference first.
+    """What is compared in a setting, a Llama first.
 
     Args:
         setting: where.
-        architectures: these and the Llama.
+        architectures: these and their Llamas.
         attention: functions that compute ours; by default those of `OURS` that are installed. The others are timed with
             `sdpa` and, if it is among them, flash-attn.
 
@@ -190,9 +207,10 @@ def implementations(
     ours = attention or [name for name in OURS if available(name, setting)]
     others = ["sdpa", *(name for name in ours if name.startswith("flash_attention"))]
     sizes = llama(setting.shape, setting.groups)
+    chosen = {*architectures, *(Implementation(name).reference.architecture for name in architectures)}
     return [
         Implementation(architecture, name)
         for architecture in ARCHITECTURES
-        if architecture in ("llama", *architectures) and applies(architecture, sizes)
-        for name in (ours if architecture in ("v1", "v2") else others)
+        if architecture in chosen and applies(architecture, sizes)
+        for name in (ours if architecture in DIFFERENTIAL else others)
     ]

@@ -15,7 +15,7 @@ from benchmarks.cases import Case
 from benchmarks.correctness import CorrectnessError
 from benchmarks.cost import floors
 from benchmarks.goals import describe, goal_status
-from benchmarks.implementations import REFERENCE, Implementation, Setting
+from benchmarks.implementations import Implementation, Setting
 from benchmarks.measure import Step, in_turn, peak_memory, seconds, spread
 
 
@@ -60,13 +60,13 @@ def measure(
     Args:
         case: what.
         setting: where.
-        compared: implementations, the reference among them.
+        compared: implementations, their references among them.
         rounds: how often each is timed.
         clock: measures a call in seconds; wall-clock time by default.
 
     Returns:
         What `--json` writes of a case at a setting: a row for each implementation that was timed, with times in
-        milliseconds and memory in MB, and why the others were refused. Nothing is timed without the reference.
+        milliseconds and memory in MB, and why the others were refused. Nothing is timed without its reference.
     """
     steps, refused = prepare(case, setting, [each for each in compared if each.architecture in case.architectures])
     rows: dict[str, dict[str, Any]] = {}
@@ -75,7 +75,8 @@ def measure(
     if group == "attention":
         record["by_arithmetic"] = floors(name)
     record["refused"] = refused
-    if REFERENCE not in steps:
+    steps = {implementation: step for implementation, step in steps.items() if implementation.reference in steps}
+    if not steps:
         return record
 
     first, peaks = {}, {}
@@ -84,7 +85,7 @@ def measure(
         seconds(step.run, setting.device)  # the first call allocates, compiles and loads
         first[implementation] = seconds(step.run, setting.device)
         peaks[implementation] = peak_memory(step.run, setting.device)
-    repeats = max(1, min(10, int(ENOUGH / first[REFERENCE])))
+    repeats = max(1, min(10, int(ENOUGH / next(iter(first.values())))))
     clock = clock or (lambda run: min(seconds(run, setting.device) for _ in range(repeats)))
     times: dict[Implementation, list[float]] = {implementation: [] for implementation in steps}
     for _, implementation in in_turn(steps, rounds):
@@ -92,11 +93,11 @@ def measure(
         times[implementation].append(1e3 * clock(steps[implementation].run))
 
     # of the same round: what slows a whole round down cancels
-    ratios = {
-        implementation: spread([own / other for own, other in zip(values, times[REFERENCE], strict=True)])
-        for implementation, values in times.items()
-    }
-    below = ratios.get(Implementation("transformers", REFERENCE.attention), {}).get("median")
+    ratios = {}
+    for implementation, values in times.items():
+        theirs = times[implementation.reference]
+        ratios[implementation] = spread([own / other for own, other in zip(values, theirs, strict=True)])
+    rival = Implementation("transformers")
     for implementation, step in steps.items():
         milliseconds, peak = spread(times[implementation]), peaks[implementation]
         row = rows[str(implementation)] = {
@@ -108,6 +109,8 @@ def measure(
         }
         if implementation.ours:
             threads, ratio = torch.get_num_threads(), row["ratio"]["median"]
+            same = implementation.reference == rival.reference
+            below = ratios[rival]["median"] if same and rival in ratios else None
             row["goal"] = goal_status(case.name, setting, threads, ratio, below)
     return record
 

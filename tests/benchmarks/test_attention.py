@@ -7,13 +7,13 @@ import torch
 from benchmarks import attention
 from benchmarks.attention import Attention
 from benchmarks.correctness import CorrectnessError
-from benchmarks.implementations import Setting
+from benchmarks.implementations import DIFFERENTIAL, Setting
 from benchmarks.measure import Step
 from diffllama.modeling_diff.differential_attention import combine_maps
 
 
 SETTING = Setting("tiny", 2, 33)
-ALONE = ("llama", "v1", "v2")
+ALONE = ("llama", "v1", "v2", "v2-4to1")
 
 
 def check(step: Step) -> None:
@@ -74,10 +74,10 @@ def test_function_with_a_wrong_backward_is_refused(architecture: str, functions:
         check(steps(architecture, SETTING)["train"])
 
 
-@pytest.mark.parametrize("variant", ["v1", "v2"])
+@pytest.mark.parametrize("variant", DIFFERENTIAL)
 def test_fused_function_may_return_the_difference_itself(variant: str, functions: dict[str, Any]) -> None:
     def fused(*args: Any, differential_lambda: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        return combine_maps(functions["sdpa"](*args, **kwargs)[0], differential_lambda, 1), None
+        return combine_maps(functions["sdpa"](*args, **kwargs)[0], differential_lambda, args[0].signals_per_noise), None
 
     functions["fused"] = fused
     loaded = Attention(variant, SETTING)

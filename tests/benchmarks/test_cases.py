@@ -23,5 +23,5 @@ def test_name_that_does_not_exist_is_refused() -> None:
 
 
 def test_continuous_batching_is_measured_where_there_is_one_call_that_takes_pages() -> None:
-    assert CASES["generate/continuous"].architectures == ("llama", "v1", "v2")
+    assert CASES["generate/continuous"].architectures == ("llama", "v1", "v2", "llama-4to1", "v2-4to1")
     assert "transformers" in CASES["generate/static"].architectures

@@ -11,7 +11,8 @@ from benchmarks.cost import FLOPS, units
 
 
 N, D = 32, 8
-SHAPES = {  # maps, width of queries and keys, values, their width, whether maps are subtracted before the values
+SHAPES = {  # maps, width of queries and keys, values, their width, whether maps are subtracted before the values;
+    # of two heads of the Transformer or, where four share a noise map, of four
     "transformer": (2, D, 2, D, False),
     "v1 padded call": (2, 2 * D, 2, 2 * D, False),
     "v1 fused": (2, D, 2, 2 * D, False),
@@ -19,6 +20,9 @@ SHAPES = {  # maps, width of queries and keys, values, their width, whether maps
     "v2 one call": (4, D, 4, D, False),
     "v2 fused": (4, D, 4, D, False),
     "v2 blocked": (4, D, 2, D, True),
+    "v2-4to1 one call": (5, D, 5, D, False),
+    "v2-4to1 fused": (5, D, 5, D, False),
+    "v2-4to1 blocked": (5, D, 4, D, True),
 }
 
 
@@ -44,7 +48,7 @@ def plain(way: str, queries: int = N) -> tuple[float, float]:
     def forward() -> None:
         weights = checkpoint(softmax_maps, query, key, use_reentrant=False)
         if subtracts:
-            weights = weights[0::2] - 0.5 * weights[1::2]
+            weights = weights[:values] - 0.5 * weights[values:]
         outputs.append(weights @ value)
 
     return counted(forward, queries), counted(lambda: outputs[0].sum().backward(), queries)
@@ -54,6 +58,7 @@ def plain(way: str, queries: int = N) -> tuple[float, float]:
 def test_units_are_what_torch_counts(way: str) -> None:
     blocked = way.replace("fused", "blocked")  # as which fused kernels multiply in a backward, and for one query
     forward, backward = plain(way)[0], plain(blocked)[1]
-    assert units(way, "prefill") == forward
-    assert units(way, "train") == forward + backward
-    assert units(way, "decode") == plain(blocked, queries=1)[0]
+    pairs = 2 if "4to1" in way else 1
+    assert pairs * units(way, "prefill") == forward
+    assert pairs * units(way, "train") == forward + backward
+    assert pairs * units(way, "decode") == plain(blocked, queries=1)[0]

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from benchmarks.cases import CASES, Case
 from benchmarks.cost import FLOPS
-from benchmarks.implementations import REFERENCE, Setting, implementations
+from benchmarks.implementations import Implementation, Setting, implementations
 from benchmarks.measure import Step
 from benchmarks.results import measure, shown
 
@@ -35,8 +35,8 @@ def printed(case: Case, record: dict[str, Any]) -> str:
 
 def test_every_implementation_is_timed_in_turn_and_ratios_are_of_what_is_printed(functions: dict[str, Any]) -> None:
     compared = implementations(SETTING)
-    # rounds: llama, transformers, V1, V2; transformers, V1, V2, llama; V1, V2, llama, transformers
-    clock = milliseconds(20, 30, 24, 26, 16, 12, 11, 10, 12, 11, 10, 15)
+    # rounds: llama, transformers, V1, V2, llama 4:1, V2 4:1; the same from transformers on; from V1 on
+    clock = milliseconds(*(20, 30, 24, 26, 10, 12), *(16, 12, 11, 20, 22, 10), *(12, 11, 10, 11, 10, 15))
     record = measure(CASES["model/train"], SETTING, compared, rounds=3, clock=clock)
     assert (record["case"], record["shape"], record["batch"], record["length"]) == ("model/train", "tiny", 2, 33)
     assert record["refused"] == {}
@@ -50,7 +50,10 @@ def test_every_implementation_is_timed_in_turn_and_ratios_are_of_what_is_printed
     assert v1["goal"] == {"at_most": None, "below": pytest.approx(1.5), "met": True}
     assert v1["optimizer_mb"] > v1["weights_mb"] > 0
     assert rows["ours V2, sdpa"]["ratio"]["most"] == pytest.approx(1.3)
-    assert ["goal" in row for row in rows.values()] == [False, False, True, True]
+    assert ["goal" in row for row in rows.values()] == [False, False, True, True, False, True]
+    grouped = rows["ours V2 4:1, sdpa"]  # beside its own Llama, which transformers' model is not compared with
+    assert grouped["ratio"] == pytest.approx({"median": 1.1, "least": 1.1, "most": 1.2})
+    assert grouped["goal"] == {"at_most": None, "below": None, "met": None}
     text = printed(CASES["model/train"], record)
     for expected in ("12 (12 to 24)", "1.20 (1.20 to 1.20)", "1.10 (1.10 to 1.30)", "< 1.50: met", "5,500"):
         assert expected in text
@@ -60,16 +63,16 @@ def test_every_call_that_is_timed_is_prepared() -> None:
     done: list[str] = []
     step = Step(lambda: done.append("run"), lambda: None, 1, before=lambda: done.append("prepared"))
     case = Case("model/none", "", lambda *_: None, lambda *_: step, (1, [1]), (1, [1]))
-    measure(case, SETTING, [REFERENCE], 2, milliseconds(1, 1))
+    measure(case, SETTING, [Implementation("llama")], 2, milliseconds(1, 1))
     assert done[-4:] == ["prepared", "run"] * 2
 
 
 def test_implementation_with_wrong_outputs_is_refused_and_not_timed(functions: dict[str, Any]) -> None:
     sdpa = functions["sdpa"]
     functions["fused"] = lambda *args, **kwargs: (1.1 * sdpa(*args, **kwargs)[0], None)
-    record = measure(CASES["model/prefill"], SETTING, implementations(SETTING), 1, milliseconds(*range(1, 5)))
-    assert set(record["refused"]) == {"ours V1, fused", "ours V2, fused"}
-    assert len(record["implementations"].keys() - record["refused"].keys()) == 4
+    record = measure(CASES["model/prefill"], SETTING, implementations(SETTING), 1, milliseconds(*range(1, 7)))
+    assert set(record["refused"]) == {"ours V1, fused", "ours V2, fused", "ours V2 4:1, fused"}
+    assert len(record["implementations"].keys() - record["refused"].keys()) == 6
     for text in (printed(CASES["model/prefill"], record), record["refused"]["ours V1, fused"]):
         assert "output logits differs from plain PyTorch's by" in text
 
@@ -79,7 +82,8 @@ def test_implementation_that_cannot_compute_it_is_refused_with_its_message(funct
         raise NotImplementedError("heads of 32\nare too small")
 
     functions["fused"] = broken
-    record = measure(CASES["attention/decode"], SETTING, implementations(SETTING), 1, milliseconds(1, 2, 3))
+    compared = implementations(SETTING, ["v1", "v2"])
+    record = measure(CASES["attention/decode"], SETTING, compared, 1, milliseconds(1, 2, 3))
     assert record["refused"]["ours V1, fused"] == "NotImplementedError: heads of 32 are too small"
     assert set(record["refused"]) == {"ours V1, fused", "ours V2, fused"}
     assert list(record["implementations"]) == ["llama, sdpa", "ours V1, sdpa", "ours V2, sdpa"]
@@ -93,7 +97,7 @@ def test_without_the_llama_nothing_is_timed(functions: dict[str, Any]) -> None:
 
 
 def test_attention_alone_has_its_cost_by_arithmetic_beside_it(functions: dict[str, Any]) -> None:
-    record = measure(CASES["attention/train"], SETTING, implementations(SETTING), 1, milliseconds(1, 2, 3))
+    record = measure(CASES["attention/train"], SETTING, implementations(SETTING), 1, milliseconds(*range(1, 6)))
     assert "v1 fused 1.14" in printed(CASES["attention/train"], record)
     assert record["by_arithmetic"]["v1 fused"] == pytest.approx(16 / 14)
     assert set(record["by_arithmetic"]) == set(FLOPS) - {"transformer"}
