@@ -50,7 +50,7 @@ MATRICES = re.compile(r"layers\.\d+\.(self_attn\.(q|k|v|qkv|o|lambda)|mlp\.(gate
 
 
 def read_config(src: str | os.PathLike[str], revision: str | None = None) -> PretrainedConfig:
-    """A configuration: of a model's folder, `config.json`, a repository of the Hub, or one of the paper's presets.
+    """A configuration: of a model's folder, `config.json`, a repository of the Hub, or a preset.
 
     Code of the folder is not run.
 
@@ -166,12 +166,19 @@ def memory(config: PretrainedConfig, context: int, batch: int = 1, dtype: DType 
     kept = sum(min(context, window) if window and layer == "sliding_attention" else context for layer in types)
 
     # Numbers a token of what the two halves of a layer have at their fullest: hidden states, of the model's input, the
-    # layer's input and so on; queries while they are rotated; queries, both maps' outputs and their difference, which
-    # is computed in float32; gate, up and their product.
+    # layer's input and so on; queries while they are rotated; queries, all maps' outputs and, in float32, noise times λ
+    # and differences; queries, and heads while they are normalised in float32; gate, up and their product; four numbers
+    # in float32 for each of PolyNorm's input.
     maps, rotary_dim = config.num_attention_heads, getattr(config, "rotary_dim", head_dim)
-    rotated, subtracted = 4 * maps * rotary_dim, (3 if own.itemsize >= 4 else 5) * maps * head_dim
-    attention = 3 * config.hidden_size + max(rotated, subtracted if hasattr(config, "diff_variant") else 0)
-    mlp = 5 * config.hidden_size + 3 * config.intermediate_size
+    signals, half = getattr(config, "num_signal_heads", 0), own.itemsize < 4
+    scaled = maps - signals if getattr(config, "diff_variant", "v2") == "v1" else signals  # V2's λ is a signal's
+    subtracted = 2 * maps + (2 * scaled + 4 * signals if half else scaled + signals)
+    normalised = maps + (6 if half else 3) * signals
+    attention = 3 * config.hidden_size + max(4 * maps * rotary_dim, max(subtracted, normalised) * head_dim)
+    inner = 3 if getattr(config, "gated_mlp", True) else 2
+    if getattr(config, "hidden_act", None) == "poly_norm":
+        inner = 9 if half else 4
+    mlp = 5 * config.hidden_size + inner * config.intermediate_size
     activations = batch * (context * max(attention, mlp) + config.vocab_size) + 2 * context * rotary_dim
     return Memory(
         weights=weights * own.itemsize,

@@ -42,10 +42,15 @@ def most_allocated(model: PreTrainedModel, ids: torch.Tensor) -> tuple[int, int]
     return most, kept(cache)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+GROUPED = {"num_attention_heads": 10, "num_noise_heads": 2}
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"tie_word_embeddings": True}, GROUPED | {"hidden_act": "poly_norm", "gated_mlp": False}], ids=str
+)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_weights_are_those_of_the_model(variant: str, tied: bool) -> None:
-    config = tiny_config(variant, tie_word_embeddings=tied)
+def test_weights_are_those_of_the_model(variant: str, fields: dict[str, Any]) -> None:
+    config = tiny_config(variant, **fields)
     parameters = sum(parameter.numel() for parameter in DiffLlamaForCausalLM(config).parameters())
     assert memory(config, 10).weights == 4 * parameters
     assert memory(config, 10, dtype="bfloat16").weights == 2 * parameters
@@ -81,15 +86,21 @@ def test_paged_cache_takes_the_stated_bytes_per_token(variant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "intermediate_size", "dtype"),
-    [*product(VARIANTS, [128], ["float32", "bfloat16"]), ("v1", 1024, "float32"), ("v2", 1024, "bfloat16")],
+    ("variant", "dtype", "fields"),
+    [
+        *product(VARIANTS, ["float32", "bfloat16"], [{"intermediate_size": 128}, GROUPED | {"intermediate_size": 128}]),
+        ("v1", "float32", {"intermediate_size": 1024}),
+        ("v2", "bfloat16", {"intermediate_size": 1024}),
+        *product(["v1"], ["float32", "bfloat16"], [{"intermediate_size": 1024, "hidden_act": "poly_norm"} | GROUPED]),
+        *product(["v1"], ["float32", "bfloat16"], [{"intermediate_size": 2048, "gated_mlp": False}]),
+    ],
+    ids=str,
 )
 def test_activations_are_about_what_reading_a_prompt_takes(
-    variant: str, intermediate_size: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+    variant: str, dtype: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # on some processors it copies what it multiplies
-    fields = WIDE | {"intermediate_size": intermediate_size}
-    model = tiny_model(variant, getattr(torch, dtype), "sdpa", **fields)
+    model = tiny_model(variant, getattr(torch, dtype), "sdpa", **(WIDE | fields))
     ids = tokens(2, 1024)
     model(ids[:, :8])
     most, cache = most_allocated(model, ids)
