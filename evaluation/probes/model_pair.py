@@ -41,18 +41,16 @@ class ModelPairProbe(ModelPairSettings, Probe[S]):
     @property
     def labels(self) -> dict[str, str]:
         """What figures call the models."""
-        return {"transformer": "Transformer", "diff": f"DIFF {self.variant.upper()}"}
+        return {"transformer": "Transformer", "diff": f"DIFF {self.configs()['diff'].diff_variant.upper()}"}
 
     def configs(self, **fields: Any) -> dict[str, PretrainedConfig]:
         """Configurations of the two models, with these fields replaced."""
         make = partial(partial(preset, self.size) if self.size else partial(DiffLlamaConfig, **SMALL), **fields)
         diff = make()
-        if self.variant == "v2":
-            assert diff.num_key_value_heads is not None  # set when the configuration is made
-            assert diff.head_dim is not None
-            heads = {"num_attention_heads": diff.num_attention_heads, "num_key_value_heads": diff.num_key_value_heads}
-            doubled = {name: 2 * number for name, number in heads.items()}
-            diff = make(diff_variant="v2", head_dim=diff.head_dim // 2, **doubled)
+        if self.variant == "v2" and diff.diff_variant == "v1":
+            heads = ("num_attention_heads", "num_noise_heads", "num_key_value_heads")
+            doubled = {name: 2 * getattr(diff, name) for name in heads}
+            diff = make(diff_variant="v2", head_dim=diff.rotary_dim, **doubled)
         return {"transformer": baseline(diff), "diff": diff}
 
     def pair(self, dtype: str, **fields: Any) -> ModelSpec:

@@ -75,6 +75,14 @@ def test_both_variants_are_timed_beside_the_same_transformer(size: str | None) -
     assert (ours.diff_variant, ours.num_attention_heads, ours.head_dim) == expected
 
 
+@pytest.mark.parametrize(("size", "variant"), [("3b-v1-4to1", "v2"), ("3b-v2-4to1", "v1")])
+def test_size_with_groups_keeps_them_in_v2(size: str, variant: str) -> None:
+    probe = Throughput(size=size, variant=variant)
+    ours = probe.configs()["diff"]
+    assert (ours.diff_variant, ours.signals_per_noise, ours.head_dim) == ("v2", 4, 128)
+    assert probe.labels["diff"] == "DIFF V2"
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_forward_pass_has_no_gradients_and_backward_pass_has(variant: str) -> None:
     model, ids, reached, losses = tiny_model(variant), tokens(1, 8), [], []
