@@ -9,6 +9,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_
 
 from diffllama import kernels
 from diffllama.kernels import diff_attention, flash_attn_forward, key_intervals
+from support.padded_queries import padding
 from support.reference import joined_attention
 
 
@@ -26,7 +27,9 @@ def computed_by_sdpa(query: torch.Tensor, mask: Any, dropout: float = 0.0, **opt
 
     key = KEY[: len(query)].to(query)
     given = {"scaling": 1.0, "dropout": dropout, "differential_lambda": torch.ones(1, dtype=query.dtype)} | options
-    flash_attn_forward(SimpleNamespace(map_dim=4, layer_idx=0), query, key, key, mask, sdpa=sdpa, **given)
+    flash_attn_forward(
+        SimpleNamespace(map_dim=4, signals_per_noise=1, layer_idx=0), query, key, key, mask, sdpa=sdpa, **given
+    )
     return bool(calls)
 
 
@@ -87,23 +90,24 @@ def test_continuous_batching_of_several_requests_uses_varlen(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=["blocks", "sdpa"])
 @pytest.mark.parametrize("mask", [None, MASK], ids=["causal", "mask"])
+@pytest.mark.parametrize("r", [1, 2])
 @pytest.mark.parametrize("variant", ["v1", "v2"])
 def test_diff_attention_gives_the_truths_outputs_and_gradients(
-    variant: str, mask: torch.Tensor | None, dtype: torch.dtype
+    variant: str, r: int, mask: torch.Tensor | None, dtype: torch.dtype
 ) -> None:
     draw = torch.Generator().manual_seed(0)
-    shapes = (2, 4, 3, 8), (2, 2, 3, 8), (2, 2, 3, 8), (1,) if variant == "v1" else (2, 3, 2, 1)
+    shapes = (2, 2 * r + 2, 3, 8), (2, 2, 3, 8), (2, 2, 3, 8), (1,) if variant == "v1" else (2, 3, 2 * r, 1)
     exact = [torch.randn(shape, dtype=torch.float64, generator=draw) for shape in shapes]
-    map_dim = 4 if variant == "v1" else 8
+    map_dim, padded = 4 if variant == "v1" else 8, padding(2 * r + 2, 8, r)
     if variant == "v1":
-        exact[0][:, 0::2, :, 4:], exact[0][:, 1::2, :, :4] = 0, 0
+        exact[0].masked_fill_(padded, 0)
     if mask is not None:
         mask = mask.tril().index_fill(-1, torch.tensor(0), False) | torch.eye(3, dtype=torch.bool)
     given = [tensor.to(dtype if i < 3 else torch.promote_types(dtype, torch.float32)) for i, tensor in enumerate(exact)]
     given = [tensor.requires_grad_() for tensor in given]
     exact = [tensor.double().detach().requires_grad_() for tensor in given]
-    truth = joined_attention(*exact, mask, map_dim**-0.5)
-    output = diff_attention(*given, mask, map_dim=map_dim)
+    truth = joined_attention(*exact, mask, map_dim**-0.5, r)
+    output = diff_attention(*given, mask, map_dim=map_dim, signals_per_noise=r)
     assert output.dtype == dtype
     tolerance = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(output.double(), truth, **tolerance)
@@ -112,7 +116,7 @@ def test_diff_attention_gives_the_truths_outputs_and_gradients(
     gradients = list(torch.autograd.grad((output.double() * weights).sum(), given))
     if variant == "v1":  # nobody reads the gradient of the padding
         for gradient in (true_gradients[0], gradients[0]):
-            gradient[:, 0::2, :, 4:], gradient[:, 1::2, :, :4] = 0, 0
+            gradient.masked_fill_(padded, 0)
     for gradient, true_gradient in zip(gradients, true_gradients, strict=True):
         torch.testing.assert_close(gradient.double(), true_gradient, **tolerance)
 
@@ -124,7 +128,8 @@ def test_without_a_mask_nothing_after_the_queries_own_keys_is_seen_unless_all_ar
     room = torch.full((2, 2, 2, 8), torch.nan, dtype=dtype)  # of a static cache
 
     def attend(*tensors: torch.Tensor, mask: Any = None, dropout: float = 0.0, **options: Any) -> torch.Tensor:
-        module, options = SimpleNamespace(map_dim=8), options | {"differential_lambda": torch.ones(1, dtype=dtype)}
+        module = SimpleNamespace(map_dim=8, signals_per_noise=1)
+        options = options | {"differential_lambda": torch.ones(1, dtype=dtype)}
         return flash_attn_forward(module, query, *tensors, mask, 1.0, dropout, **options)[0]
 
     causal = attend(key, value)
@@ -166,14 +171,15 @@ def test_key_intervals_of_a_mask_with_holes_are_none(monkeypatch: pytest.MonkeyP
     [None, MASK.tril(), MASK[:1].tril(), key_intervals(MASK.tril())],
     ids=["causal", "mask", "mask of all rows", "intervals"],
 )
-def test_gpus_masks_give_what_blocks_do(mask: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("r", [1, 3])
+def test_gpus_masks_give_what_blocks_do(r: int, mask: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernels.HAS_TRITON:
         pytest.skip("needs triton")
     draw = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, heads, 3, 32, generator=draw) for heads in (4, 2, 2))
-    query[:, 0::2, :, 16:], query[:, 1::2, :, :16] = 0, 0
-    given = query, key, value, torch.rand(1, generator=draw)
-    expected = diff_attention(*given, None, map_dim=16)
+    query, key, value = (torch.randn(2, heads, 3, 32, generator=draw) for heads in (2 * r + 2, 2, 2))
+    given = query.masked_fill(padding(2 * r + 2, 32, r), 0), key, value, torch.rand(1, generator=draw)
+    options = {"map_dim": 16, "signals_per_noise": r}
+    expected = diff_attention(*given, None, **options)
     calls = []
 
     def count(*call: Any, compute: Any = kernels.triton_attention) -> torch.Tensor:
@@ -183,8 +189,8 @@ def test_gpus_masks_give_what_blocks_do(mask: torch.Tensor | None, monkeypatch: 
     monkeypatch.setattr(kernels, "triton_attention", count)
     monkeypatch.setattr(kernels, "runs_triton", lambda device: True)
     monkeypatch.setattr(kernels, "supports_blocked", lambda *call: False)
-    torch.testing.assert_close(diff_attention(*given, mask, map_dim=16), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(diff_attention(*given, mask, **options), expected, rtol=1e-5, atol=1e-5)
     assert len(calls) == 1
     hole = torch.tensor([True, False, True]).expand(2, 1, 3, 3)
-    assert diff_attention(*given, hole, map_dim=16).isfinite().all()
+    assert diff_attention(*given, hole, **options).isfinite().all()
     assert len(calls) == 1  # the mask with a hole was left to SDPA

@@ -78,35 +78,37 @@ sys.modules["diffllama"] = sys.modules["transformers"] = None  # importing eithe
 sys.path[:0] = sys.argv[2:]
 import torch
 from kernels import get_local_kernel
+from support.padded_queries import padding
 from support.reference import joined_attention
 
 kernel = get_local_kernel(Path(sys.argv[1]))
 draw = torch.Generator().manual_seed(0)
 
 
-def error(variant, dtype):
-    map_dim = 16 if variant == "v1" else 32
-    shapes = (1, 4, 13, 32), (1, 1, 13, 32), (1, 1, 13, 32), (1,) if variant == "v1" else (1, 13, 2, 1)
+def error(variant, dtype, r):
+    map_dim, padded = 16 if variant == "v1" else 32, padding(2 * r + 2, 32, r)
+    shapes = (1, 2 * r + 2, 13, 32), (1, 1, 13, 32), (1, 1, 13, 32), (1,) if variant == "v1" else (1, 13, 2 * r, 1)
     given = [torch.randn(shape, dtype=torch.float64, generator=draw) for shape in shapes]
     if variant == "v1":
-        given[0][:, 0::2, :, 16:], given[0][:, 1::2, :, :16] = 0, 0
+        given[0].masked_fill_(padded, 0)
     inputs = [tensor.to(dtype).requires_grad_() for tensor in given]
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    truth = joined_attention(*exact, None, map_dim**-0.5)
-    output = kernel.diff_attention(*inputs, map_dim=map_dim)
+    truth = joined_attention(*exact, None, map_dim**-0.5, r)
+    output = kernel.diff_attention(*inputs, map_dim=map_dim, signals_per_noise=r)
     weights = torch.randn(truth.shape, dtype=torch.float64, generator=draw)
     expected = [truth, *torch.autograd.grad((truth * weights).sum(), exact)]
     found = [output, *torch.autograd.grad((output * weights).sum(), inputs)]
     if variant == "v1":  # nobody reads the gradient of the padding
         for gradient in (expected[1], found[1]):
-            gradient[:, 0::2, :, 16:], gradient[:, 1::2, :, :16] = 0, 0
+            gradient.masked_fill_(padded, 0)
     return max(((ours - true).norm() / true.norm()).item() for ours, true in zip(found, expected))
 
 
-facts["cpu"] = [error(variant, torch.float64) for variant in ("v1", "v2")]
+cases = [("v1", 1), ("v2", 1), ("v1", 4)]
+facts["cpu"] = [error(variant, torch.float64, r) for variant, r in cases]
 if kernel.HAS_TRITON:
     kernel.runs_triton, kernel.supports_blocked = lambda device: True, lambda *call: False
-    facts["triton"] = [error(variant, torch.float32) for variant in ("v1", "v2")]
+    facts["triton"] = [error(variant, torch.float32, r) for variant, r in cases]
 """
 
 

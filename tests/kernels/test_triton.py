@@ -18,6 +18,7 @@ import torch
 from diffllama.kernels import triton as module
 from diffllama.kernels.triton import split_count, triton_attention
 from support import reference
+from support.padded_queries import padding
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("patched_once")]  # the same with every transformers
@@ -67,6 +68,7 @@ class Inputs:
     differential_lambda: torch.Tensor
     bounds: torch.Tensor | None
     map_dim: int
+    r: int
     hull: torch.Tensor
     visible: torch.Tensor
 
@@ -75,24 +77,27 @@ class Inputs:
         return self.query, self.key, self.value, self.differential_lambda
 
     @property
-    def scaling(self) -> float:
-        return self.map_dim**-0.5
+    def options(self) -> tuple[int, float, int]:
+        return self.map_dim, self.map_dim**-0.5, self.r
 
 
 def inputs(
-    variant: str, kind: str, *, n: int, m: int, width: int = 64, h: int = 1, h_kv: int = 1,
+    variant: str, kind: str, *, n: int, m: int, width: int = 64, groups: int = 1, h_kv: int = 1, r: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> Inputs:  # fmt: skip
-    """Two random texts. Queries and values are views of [b, n, heads, D], keys are the beginning of a longer cache."""
+    """Two random texts, with groups of `r` signals and their noise.
+
+    Queries and values are views of [b, n, heads, D], keys are the beginning of a longer cache.
+    """
     generator = torch.Generator().manual_seed(n + m)
-    query = torch.randn(2, n, 2 * h, width, generator=generator).to(DEVICE, dtype).transpose(1, 2)
+    query = torch.randn(2, n, groups * (r + 1), width, generator=generator).to(DEVICE, dtype).transpose(1, 2)
     cache = torch.randn(2, h_kv, m + 9, width, generator=generator).to(DEVICE, dtype)
     value = torch.randn(2, m, h_kv, width, generator=generator).to(DEVICE, dtype).transpose(1, 2)
-    lam = torch.rand((1,) if variant == "v1" else (2, n, h, 1), generator=generator).to(DEVICE) + 0.2
+    lam = torch.rand((1,) if variant == "v1" else (2, n, groups * r, 1), generator=generator).to(DEVICE) + 0.2
     map_dim = width
     if variant == "v1":
         map_dim = width // 2
-        query[:, 0::2, :, map_dim:] = query[:, 1::2, :, :map_dim] = NAN
+        query.masked_fill_(padding(*query.shape[1::2], r).to(DEVICE), NAN)
     intervals, j = bounds(kind, n, m), torch.arange(m)
     visible = torch.ones(2, n, m, dtype=torch.bool).tril(m - n)
     if intervals is not None:
@@ -106,24 +111,26 @@ def inputs(
         *(x.requires_grad_() for x in (query, cache[:, :, :m], value, lam)),
         None if intervals is None else intervals.to(DEVICE),
         map_dim,
+        r,
         hull.to(DEVICE),
         visible.to(DEVICE),
     )
 
 
 def true_outputs(given: Inputs, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Output and gradients by the formulas, head by head, computed in `dtype`."""
+    """Output and gradients by the formulas, signal by signal, computed in `dtype`."""
     query, key, value, lam = (x.detach().to(dtype).requires_grad_() for x in given.differentiable)
     first, second = slice(given.map_dim), slice(query.shape[-1] - given.map_dim, None)  # halves in V1
-    group = query.shape[1] // 2 // key.shape[1]
+    r, groups = given.r, query.shape[1] // (given.r + 1)
     rows = []
     for i in range(2):
         heads = []
-        for head in range(query.shape[1] // 2):
-            k, v = (x[i, head // group].where(given.hull[i, :, None], 0) for x in (key, value))
-            map1 = reference.softmax_map(query[i, 2 * head, :, first], k[:, first], given.visible[i])
-            map2 = reference.softmax_map(query[i, 2 * head + 1, :, second], k[:, second], given.visible[i])
-            heads.append((map1 - (lam if lam.dim() == 1 else lam[i, :, head]) * map2) @ v)
+        for group, signal in product(range(groups), range(r)):
+            k, v = (x[i, group // (groups // x.shape[1])].where(given.hull[i, :, None], 0) for x in (key, value))
+            queries = query[i, group * (r + 1) + signal, :, first], query[i, group * (r + 1) + r, :, second]
+            map1 = reference.softmax_map(queries[0], k[:, first], given.visible[i])
+            map2 = reference.softmax_map(queries[1], k[:, second], given.visible[i])
+            heads.append((map1 - (lam if lam.dim() == 1 else lam[i, :, group * r + signal]) * map2) @ v)
         rows.append(torch.stack(heads, dim=1))
     return with_gradients(torch.stack(rows), (query, key, value, lam))
 
@@ -131,7 +138,7 @@ def true_outputs(given: Inputs, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def kernel_outputs(given: Inputs) -> dict[str, torch.Tensor]:
     """Output and gradients of the kernels."""
     with nan_in_new_memory():
-        output = triton_attention(*given.differentiable, given.bounds, given.map_dim, given.scaling)
+        output = triton_attention(*given.differentiable, given.bounds, *given.options)
         return with_gradients(output, given.differentiable)
 
 
@@ -187,29 +194,41 @@ def test_output_and_every_gradient_equal_the_formulas(variant: str, kind: str) -
 
 
 @needs_triton
-@pytest.mark.parametrize(("width", "h", "h_kv"), [(128, 4, 2), (96, 3, 1)], ids=["groups of 2", "groups of 3"])
+@pytest.mark.parametrize(("width", "groups", "h_kv"), [(128, 4, 2), (96, 3, 1)])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_widths_and_groups_equal_the_formulas(variant: str, width: int, h: int, h_kv: int) -> None:
-    assert_equal_to_the_formulas(inputs(variant, "left", n=27, m=34, width=width, h=h, h_kv=h_kv))
+def test_widths_and_groups_that_share_keys_equal_the_formulas(variant: str, width: int, groups: int, h_kv: int) -> None:
+    assert_equal_to_the_formulas(inputs(variant, "left", n=27, m=34, width=width, groups=groups, h_kv=h_kv))
 
 
 @needs_triton
-@pytest.mark.parametrize(("n", "m", "h"), [(1, 40, 3), (64, 64, 1), (33, 97, 1)])
+@pytest.mark.parametrize(
+    ("kind", "n", "groups", "h_kv", "r"),
+    [("causal", 35, 1, 1, 2), ("random", 20, 2, 1, 3), ("left", 20, 2, 2, 4), ("causal", 1, 1, 1, 3)],
+)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_one_query_whole_blocks_and_one_more_equal_the_formulas(variant: str, n: int, m: int, h: int) -> None:
-    assert_equal_to_the_formulas(inputs(variant, "causal", n=n, m=m, h=h))
+def test_several_signals_of_one_noise_equal_the_formulas(
+    variant: str, kind: str, n: int, groups: int, h_kv: int, r: int
+) -> None:
+    assert_equal_to_the_formulas(inputs(variant, kind, n=n, m=2 * n, groups=groups, h_kv=h_kv, r=r))
 
 
 @needs_triton
-@pytest.mark.parametrize(("variant", "kind"), [("v1", "random"), ("v2", "causal")])
-def test_float16_loses_at_most_twice_what_plain_float16_loses(variant: str, kind: str) -> None:
+@pytest.mark.parametrize(("n", "m", "groups"), [(1, 40, 3), (64, 64, 1), (33, 97, 1)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_query_whole_blocks_and_one_more_equal_the_formulas(variant: str, n: int, m: int, groups: int) -> None:
+    assert_equal_to_the_formulas(inputs(variant, "causal", n=n, m=m, groups=groups))
+
+
+@needs_triton
+@pytest.mark.parametrize(("variant", "kind", "r"), [("v1", "random", 1), ("v2", "causal", 1), ("v1", "causal", 4)])
+def test_float16_loses_at_most_twice_what_plain_float16_loses(variant: str, kind: str, r: int) -> None:
     # Triton's interpreter multiplies no bfloat16: that is compared on a GPU
-    assert_equal_to_the_formulas(inputs(variant, kind, n=70, m=140, h=2, h_kv=1, dtype=torch.float16))
+    assert_equal_to_the_formulas(inputs(variant, kind, n=70, m=140, groups=2 // min(r, 2), r=r, dtype=torch.float16))
 
 
 @needs_triton
 def test_large_scores_do_not_overflow() -> None:
-    given = inputs("v2", "left", n=20, m=40, h=2, h_kv=2)
+    given = inputs("v2", "left", n=20, m=40, groups=2, h_kv=2)
     with torch.no_grad():
         given.query.mul_(1000)
     differences = errors(kernel_outputs(given), true_outputs(given, torch.float64))
@@ -221,10 +240,10 @@ def test_large_scores_do_not_overflow() -> None:
 def test_input_that_alone_needs_a_gradient_gets_it(name: str) -> None:
     given = inputs("v2", "causal", n=20, m=20)
     leaves = [x.detach().requires_grad_(own == name) for own, x in zip(NAMES[1:], given.differentiable, strict=True)]
-    output = triton_attention(*leaves, None, given.map_dim, given.scaling)
+    output = triton_attention(*leaves, None, *given.options)
     output.sum().backward()
     (gradient,) = (leaf.grad for leaf in leaves if leaf.requires_grad)
-    triton_attention(*given.differentiable, None, given.map_dim, given.scaling).sum().backward()
+    triton_attention(*given.differentiable, None, *given.options).sum().backward()
     assert torch.equal(gradient, given.differentiable[NAMES.index(name) - 1].grad)
 
 
@@ -232,7 +251,7 @@ def test_input_that_alone_needs_a_gradient_gets_it(name: str) -> None:
 @pytest.mark.gpu  # the interpreter runs one program after another
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_have_equal_bits_in_every_run(variant: str) -> None:
-    given = inputs(variant, "causal", n=40, m=40, h=4, h_kv=2)
+    given = inputs(variant, "causal", n=40, m=40, groups=4, h_kv=2)
     first, second = kernel_outputs(given), kernel_outputs(given)
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
@@ -240,10 +259,10 @@ def test_gradients_have_equal_bits_in_every_run(variant: str) -> None:
 @needs_triton
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_strides_change_nothing(variant: str) -> None:
-    given = inputs(variant, "window", n=20, m=45, h=2, h_kv=2)
+    given = inputs(variant, "window", n=20, m=45, groups=2, h_kv=2)
     dense = Inputs(
         *(x.detach().contiguous().requires_grad_() for x in given.differentiable),
-        given.bounds, given.map_dim, given.hull, given.visible,
+        given.bounds, given.map_dim, given.r, given.hull, given.visible,
     )  # fmt: skip
     assert not any(x.is_contiguous() for x in (given.query, given.key, given.value))
     first, second = kernel_outputs(given), kernel_outputs(dense)
@@ -258,8 +277,8 @@ def test_strides_change_nothing(variant: str) -> None:
 def test_without_gradients_the_output_is_the_same_and_nothing_is_saved(variant: str) -> None:
     given = inputs(variant, "causal", n=45, m=60)
     with nan_in_new_memory(), torch.no_grad():
-        output, *saved = module._forward(*given.differentiable, None, given.map_dim, given.scaling, False)
-        public = triton_attention(*given.differentiable, None, given.map_dim, given.scaling)
+        output, *saved = module._forward(*given.differentiable, None, *given.options, False)
+        public = triton_attention(*given.differentiable, None, *given.options)
     assert torch.equal(output, kernel_outputs(given)["output"])
     assert torch.equal(output, public)
     assert [tensor.numel() for tensor in saved] == [0, 0]
@@ -267,17 +286,20 @@ def test_without_gradients_the_output_is_the_same_and_nothing_is_saved(variant: 
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("variant", "n", "kind", "splits"),
-    [("v1", 1, "causal", 7), ("v2", 5, "causal", 2), ("v2", 1, "static cache", 2), ("v1", 5, "random", 7)],
-)
+    ("variant", "n", "kind", "splits", "r"),
+    [
+        ("v1", 1, "causal", 7, 1), ("v2", 5, "causal", 2, 1), ("v2", 1, "static cache", 2, 1),
+        ("v1", 5, "random", 7, 1), ("v1", 5, "random", 7, 4), ("v2", 1, "causal", 2, 3),
+    ],
+)  # fmt: skip
 def test_split_keys_give_the_same_output(
-    variant: str, n: int, kind: str, splits: int, monkeypatch: pytest.MonkeyPatch
+    variant: str, n: int, kind: str, splits: int, r: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = inputs(variant, kind, n=n, m=150, h=4, h_kv=2)
+    given = inputs(variant, kind, n=n, m=150, groups=4, h_kv=2, r=r)
     asked = []
     monkeypatch.setattr(module, "split_count", lambda *arguments: asked.append(arguments) or splits)
     with nan_in_new_memory(), torch.no_grad():
-        output = triton_attention(*given.differentiable, given.bounds, given.map_dim, given.scaling)
+        output = triton_attention(*given.differentiable, given.bounds, *given.options)
     truth = true_outputs(given, torch.float64)["output"]
     assert [m for m, *_ in asked] == [150]
     assert (output - truth).abs().max() <= 1e-5 * truth.abs().max()
@@ -296,9 +318,9 @@ def test_keys_are_split_until_each_processor_has_two_programs(m: int, programs: 
 
 @needs_triton
 def test_torchs_own_checks_of_the_operations_pass() -> None:
-    given = inputs("v1", "window", n=3, m=20)
+    given = inputs("v1", "window", n=3, m=20, r=2)
     query = given.query.detach().nan_to_num().requires_grad_()
-    arguments = (query, *given.differentiable[1:], given.bounds, given.map_dim, given.scaling)
+    arguments = (query, *given.differentiable[1:], given.bounds, *given.options)
     for save in (False, True):
         tensors = [x.detach() if isinstance(x, torch.Tensor) and not save else x for x in arguments]
         torch.library.opcheck(module._forward, (*tensors, save))
@@ -314,7 +336,7 @@ def test_kernels_compile_without_breaks(variant: str, backend: str) -> None:
     given = inputs(variant, "left", n=20, m=30)
 
     def attention(*tensors: torch.Tensor) -> torch.Tensor:
-        return 2 * triton_attention(*tensors, given.bounds, given.map_dim, given.scaling)
+        return 2 * triton_attention(*tensors, given.bounds, *given.options)
 
     compiled = torch.compile(attention, fullgraph=True, backend=backend)
     expected = with_gradients(attention(*given.differentiable), given.differentiable)
@@ -332,7 +354,7 @@ def test_kernels_compile_without_breaks(variant: str, backend: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cuda_graph_replays_it(variant: str, n: int) -> None:
     given = inputs(variant, "static cache", n=n, m=3000, dtype=torch.bfloat16)
-    arguments = (*given.differentiable, given.bounds, given.map_dim, given.scaling)
+    arguments = (*given.differentiable, given.bounds, *given.options)
     with torch.no_grad():
         triton_attention(*arguments)  # compiles
         graph = torch.cuda.CUDAGraph()
@@ -369,14 +391,19 @@ def test_without_triton_it_can_be_imported_and_says_what_is_missing(monkeypatch:
     given = inputs("v1", "causal", n=5, m=5)
     assert not copy.HAS_TRITON
     with pytest.raises(ImportError, match="needs triton"):
-        copy.triton_attention(*given.differentiable, None, given.map_dim, given.scaling)
+        copy.triton_attention(*given.differentiable, None, *given.options)
 
 
 WRONG = {
     "float64": ({"query": torch.zeros(2, 4, 5, 64).double()}, "one dtype, float16, bfloat16 or float32, got .*float64"),
     "two dtypes": ({"key": torch.zeros(2, 2, 5, 64).half()}, "of one dtype, .* got torch.float32, torch.float16"),
-    "odd maps": ({"query": torch.zeros(2, 3, 5, 64)}, r"\[b, 2h, n, D\].*got \(2, 3, 5, 64\)"),
-    "heads without keys": ({"query": torch.zeros(2, 6, 5, 64)}, "h divisible by h_kv"),
+    "odd maps": ({"query": torch.zeros(2, 3, 5, 64)}, r"\[b, H, n, D\].*got r = 1, \(2, 3, 5, 64\)"),
+    "heads without keys": (
+        {"query": torch.zeros(2, 6, 5, 64)},
+        r"H divisible by h_kv·\(r \+ 1\), got .*\(2, 6, 5, 64\)",
+    ),
+    "other groups": ({"signals_per_noise": 2}, r"got r = 2, \(2, 4, 5, 64\), \(2, 2, 5, 64\)"),
+    "no signals": ({"signals_per_noise": 0}, "signals_per_noise must be at least 1, got 0"),
     "other values": ({"value": torch.zeros(2, 2, 6, 64)}, r"got .*\(2, 2, 6, 64\)"),
     "map_dim": ({"map_dim": 16}, "map_dim D or D/2, got 64 and 16"),
     "stride": ({"query": torch.zeros(2, 4, 64, 5).transpose(2, 3)}, "last dimension .* contiguous"),
@@ -400,6 +427,7 @@ def test_wrong_inputs_are_refused(wrong: dict[str, object], message: str) -> Non
         "bounds": None,
         "map_dim": 32,
         "scaling": 1.0,
+        "signals_per_noise": 1,
     }
     with pytest.raises(ValueError, match=message):
         triton_attention(**right | wrong)
@@ -414,8 +442,9 @@ def test_wrong_inputs_are_refused(wrong: dict[str, object], message: str) -> Non
 @pytest.mark.parametrize("width", [64, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_longer_texts_equal_the_formulas(variant: str, width: int, dtype: torch.dtype) -> None:
-    for kind, h in product(KINDS, (2, 6)):
-        assert_equal_to_the_formulas(inputs(variant, kind, n=333, m=701, width=width, h=h, h_kv=2, dtype=dtype))
+    for kind, (groups, r) in product(KINDS, ((2, 1), (6, 1), (2, 2), (4, 3), (2, 4))):
+        given = inputs(variant, kind, n=333, m=701, width=width, groups=groups, h_kv=2, r=r, dtype=dtype)
+        assert_equal_to_the_formulas(given)
 
 
 @needs_triton
@@ -425,10 +454,12 @@ def test_longer_texts_equal_the_formulas(variant: str, width: int, dtype: torch.
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_decoding_from_long_caches_equals_the_formulas(variant: str, width: int, dtype: torch.dtype) -> None:
-    for kind, h, n in product(("causal", "left", "static cache"), (2, 14), (1, 3, 16)):
-        given = inputs(variant, kind, n=n, m=5000, width=width, h=h, h_kv=2, dtype=dtype)
+    for kind, (groups, r), n in product(
+        ("causal", "left", "static cache"), ((2, 1), (14, 1), (2, 3), (2, 4)), (1, 3, 16)
+    ):
+        given = inputs(variant, kind, n=n, m=5000, width=width, groups=groups, h_kv=2, r=r, dtype=dtype)
         with nan_in_new_memory():
-            output = triton_attention(*given.differentiable, given.bounds, given.map_dim, given.scaling)
+            output = triton_attention(*given.differentiable, given.bounds, *given.options)
         with torch.enable_grad():
             truth, plain = (true_outputs(given, each)["output"].double() for each in (torch.float64, dtype))
-        assert (output - truth).abs().max() <= 2 * (plain - truth).abs().max(), (kind, h, n)
+        assert (output - truth).abs().max() <= 2 * (plain - truth).abs().max(), (kind, groups, r, n)

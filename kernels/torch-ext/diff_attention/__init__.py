@@ -6,10 +6,13 @@ Any attention function can compute a differential head as two ordinary heads, wh
 kernels compute the difference itself, with about half of the FLOPs: on CPUs by blocks in plain PyTorch (float32 and
 float64), on GPUs in Triton (float32, bfloat16 and float16). Everything else is left to PyTorch's SDPA.
 
+In grouped differential attention (arXiv 2510.06949) r signal heads subtract one noise head, whose map is computed once
+for all of them. Queries come group by group, r signals and then their noise; r = 1 is the paper's differential head.
+
 The package needs torch alone, and triton on GPUs. `diff_attention` takes tensors. `flash_attn_forward` is an attention
 function of transformers, by the name under which transformers looks for it in a kernel of the Hub.
 
-Letters in shapes: b batch, n tokens, m keys, h differential heads, D width of values.
+Letters in shapes: b batch, n tokens, m keys, s signal heads, H queries of signals and noise, D width of values.
 """
 
 from collections.abc import Callable
@@ -19,7 +22,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from .cpu import blocked_attention, varlen_attention
+from .cpu import blocked_attention, combine_outputs, varlen_attention
 from .triton import DTYPES, HAS_TRITON, triton_attention
 
 
@@ -121,7 +124,7 @@ def sdpa_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The two maps' outputs [b, n, 2h, D] by PyTorch's SDPA. Arguments as in `attention_forward`."""
+    """All maps' outputs [b, n, H, D] by PyTorch's SDPA. Arguments as in `attention_forward`."""
     n = query.shape[2]
     causal = attention_mask is None and n > 1 and is_causal is not False
     if causal:  # a static cache has free memory after the prompt
@@ -148,40 +151,35 @@ def attention_forward(
     """Differential attention, as transformers calls an attention function that has masks of its own.
 
     Args:
-        module: the attention layer, with `map_dim` and, for continuous batching, `layer_idx`.
-        query: [b, 2h, n, D], the two maps of a head as neighbours. key, value: [b, key/value heads, m, D].
+        module: the attention layer, with `map_dim`, `signals_per_noise` and, for continuous batching, `layer_idx`.
+        query: [b, H, n, D], group by group: signals, then their noise. key, value: [b, key/value heads, m, D].
         attention_mask: boolean [b or 1, 1, n, m], true where a query sees a key; or added to the scores; or the
             intervals of `key_intervals`, which alone Triton's kernels take. `None`: one query sees every key, and each
             of several those up to its own.
         scaling: factor of the scores.
         dropout: of each softmax map.
-        differential_lambda: λ, [1] or [b, n, h, 1].
+        differential_lambda: λ, [1] or [b, n, s, 1].
         sdpa: computes what the kernels do not: dropout, half precision on a CPU, masks with holes on a GPU, ….
         kwargs: the options of attention functions. With `cache`, the call is one of continuous batching.
 
     Returns:
-        The difference [b, n, h, D], or the two maps' outputs [b, n, 2h, D] from `sdpa`; and `None`: maps are not kept.
+        The differences [b, n, s, D], or all maps' outputs [b, n, H, D] from `sdpa`; and `None`: maps are not kept.
     """
-    n = query.shape[2]
+    n, options = query.shape[2], (module.map_dim, scaling, module.signals_per_noise)
     cache = kwargs.pop("cache", None)
-    paired = getattr(module, "signals_per_noise", 1) == 1
     if cache is not None:
         key, value = cache.update(key, value, module.layer_idx, kwargs)  # sets this layer's cu_seq_lens_k
-        if paired and supports_varlen(query, dropout, kwargs):
+        if supports_varlen(query, dropout, kwargs):
             cu_seqlens = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
-            return varlen_attention(query, key, value, differential_lambda, *cu_seqlens, module.map_dim, scaling), None
-    elif paired and supports_blocked(query, attention_mask, dropout, kwargs):
+            return varlen_attention(query, key, value, differential_lambda, *cu_seqlens, *options), None
+    elif supports_blocked(query, attention_mask, dropout, kwargs):
         if attention_mask is None and n > 1:  # a static cache has free memory after the prompt
             key, value = key[:, :, :n], value[:, :, :n]
-        return blocked_attention(query, key, value, differential_lambda, attention_mask, module.map_dim, scaling), None
-    elif (
-        paired
-        and supports_triton(query, dropout, kwargs)
-        and (attention_mask is None or attention_mask.dtype == torch.int32)
-    ):
+        return blocked_attention(query, key, value, differential_lambda, attention_mask, *options), None
+    elif supports_triton(query, dropout, kwargs) and (attention_mask is None or attention_mask.dtype == torch.int32):
         if attention_mask is None and n > 1:
             key, value = key[:, :, :n], value[:, :, :n]
-        return triton_attention(query, key, value, differential_lambda, attention_mask, module.map_dim, scaling), None
+        return triton_attention(query, key, value, differential_lambda, attention_mask, *options), None
     if attention_mask is not None and attention_mask.dtype == torch.int32:
         keys = torch.arange(key.shape[2], device=key.device)
         attention_mask = (keys >= attention_mask[..., :1]) & (keys < attention_mask[..., 1:])
@@ -221,22 +219,24 @@ def diff_attention(
     *,
     map_dim: int,
     scaling: float | None = None,
+    signals_per_noise: int = 1,
 ) -> torch.Tensor:
-    """Differential attention (arXiv 2410.05258, equation 1) of tensors, differentiable.
+    """Differential attention (arXiv 2410.05258, equation 1; arXiv 2510.06949) of tensors, differentiable.
 
     Args:
-        query: [b, 2h, n, D], the two maps of a head as neighbours: in V1 padded, [Q1 | 0] and [0 | Q2].
+        query: [b, H, n, D], group by group: signals, then their noise; in V1 padded, [signal | 0] and [0 | noise].
         key: [b, key/value heads, m, D], in V1 [K1 | K2]. value: [b, key/value heads, m, D].
-        differential_lambda: λ, [1] or [b, n, h, 1], float32 (float64 with float64 tensors).
+        differential_lambda: λ, [1] or [b, n, s, 1], float32 (float64 with float64 tensors).
         attention_mask: boolean [b or 1, 1, n, m], true where a query sees a key. `None`: causal.
         map_dim: width of one map's query and key: D/2 in V1, D in V2.
         scaling: factor of the scores, by default map_dim^-1/2.
+        signals_per_noise: r, the signals of a group.
 
     Returns:
-        [b, n, h, D] in the queries' dtype.
+        [b, n, s, D] in the queries' dtype.
     """
     out, _ = flash_attn_forward(
-        SimpleNamespace(map_dim=map_dim),
+        SimpleNamespace(map_dim=map_dim, signals_per_noise=signals_per_noise),
         query,
         key,
         value,
@@ -245,6 +245,5 @@ def diff_attention(
         differential_lambda=differential_lambda,
     )
     if out.shape[2] == query.shape[1]:  # of SDPA
-        first, second = out.unflatten(-2, (-1, 2)).unbind(-2)
-        out = (first - differential_lambda * second).to(query.dtype)
+        out = combine_outputs(out, differential_lambda, signals_per_noise).to(query.dtype)
     return out

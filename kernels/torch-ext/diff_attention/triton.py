@@ -2,19 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused kernels for differential attention, in Triton: (softmax(Q1 K1ᵀ) - λ softmax(Q2 K2ᵀ)) V without the maps.
 
-Both maps of a head are computed against one tile of values, which is read once, with an online softmax for each. In
-units of n²d multiplications and additions (d = D/2; arXiv 2410.05258, section 2.1), V1's forward takes 6: QKᵀ 2, PV 4.
-Its backward takes 10 if each product is computed once: QKᵀ 2, and 2 each for dP = dO Vᵀ, which both maps share, for
-dV = (P1 - λP2)ᵀ dO, for dQ and for dK. Two kernels without atomics, one for dQ and one for dK and dV, recompute QKᵀ
-and dP and take 14; they give equal bits in every run.
+All maps of a group, r signals and the noise that they subtract, are computed against one tile of values, which is read
+once, with an online softmax for each. In units of n²d multiplications and additions (d = D/2; arXiv 2410.05258, section
+2.1), V1's forward at r = 1 takes 6: QKᵀ 2, PV 4. Its backward takes 10 if each product is computed once: QKᵀ 2, and 2
+each for dP = dO Vᵀ, which both maps share, for dV = (P1 - λP2)ᵀ dO, for dQ and for dK. Two kernels without atomics, one
+for dQ and one for dK and dV, recompute QKᵀ and dP and take 14; they give equal bits in every run. For a group of any r
+the forward takes 3(r + 1), the kernel for dK and dV 6r + 2, that for dQ 4(r + 1) (at r = 1 only 6: see there); a tile
+has room for a power of two of signals, which r = 3 fills by three quarters.
 
-With δ = Σ dO∘O over a row, for each map: dS1 = P1∘(dP - δ1), dS2 = -λ P2∘(dP - δ2), dλ = -δ2. So a backward needs
-from its forward the maps' outputs O1 and O2 and the logarithms of their softmaxes' sums.
+With δ = Σ dO∘O over a row, for each signal: dS = P∘(dP - δ), and δ_noise = Σ dO∘O_noise: dλ = -δ_noise,
+dS_noise = -Σ λ P_noise∘(dP - δ_noise) over the group's signals. So a backward needs from its forward the maps' outputs
+and the logarithms of their softmaxes' sums.
 
-Letters in shapes: b batch, n tokens with a query, m keys, h differential heads, h_kv key/value heads, D width of
-values. A program works on rows of one key/value head: a row is a token's query, both maps of it, in one of the heads
-that share keys and values. Rows are counted token by token, so that a program reads keys once for all these heads, and
-a step of decoding fills one tile.
+Letters in shapes: b batch, n tokens with a query, m keys, s signal heads, H queries of signals and noise, h_kv
+key/value heads, D width of values. A program works on rows of one key/value head: a row is a token's queries in one of
+the groups that share keys and values. Rows are counted token by token, so that a program reads keys once for all these
+groups, and a step of decoding fills one tile.
 """
 
 import re
@@ -64,18 +67,21 @@ if HAS_TRITON:
         tl.store(pointer + offsets[:, None] + columns, tile, mask=kept[:, None] & (columns < WIDTH))
 
     @triton.jit
-    def query_rows(first, n, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-        """BLOCK_M rows: which exist, their tokens and heads, and their index in tensors [b, n, h].
+    def query_rows(first, n, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, MAPS: tl.constexpr, BLOCK_R: tl.constexpr):
+        """BLOCK_M rows with the first MAPS maps of each, side by side in room for BLOCK_R: which exist, their tokens,
+        groups and maps, and their groups' index in tensors [b, n, groups].
 
-        Rows that do not exist repeat the last one.
+        Rows that do not exist repeat the last one, and so do maps.
         """
-        rows = first + tl.arange(0, BLOCK_M)
-        kept = rows < n * GROUP
-        rows = tl.minimum(rows, n * GROUP - 1)
-        tokens = rows // GROUP
-        heads = (tl.program_id(1) * GROUP + rows % GROUP).to(tl.int64)
-        index = (tl.program_id(2).to(tl.int64) * n + tokens) * (tl.num_programs(1) * GROUP) + heads
-        return kept, tokens, heads, index
+        maps = tl.arange(0, BLOCK_M * BLOCK_R)
+        rows = first + maps // BLOCK_R
+        maps = maps % BLOCK_R
+        kept = (rows < n * GROUPS) & (maps < MAPS)
+        rows = tl.minimum(rows, n * GROUPS - 1)
+        tokens = rows // GROUPS
+        groups = (tl.program_id(1) * GROUPS + rows % GROUPS).to(tl.int64)
+        index = (tl.program_id(2).to(tl.int64) * n + tokens) * (tl.num_programs(1) * GROUPS) + groups
+        return kept, tokens, groups, tl.minimum(maps, MAPS - 1), index
 
     @triton.jit
     def seen_keys(p_bounds, tokens, n, m):
@@ -127,32 +133,35 @@ if HAS_TRITON:
         p_query, p_key, p_value, p_lambda, p_bounds, p_output, p_outputs, p_lse,
         stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
         stride_lambda, n, m, splits, scale,
-        D: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+        D: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr, SIGNALS: tl.constexpr, BLOCK_D: tl.constexpr,
+        BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ):  # fmt: skip
         """Rows of one key/value head against their keys, or one of `splits` parts of these.
 
-        Writes the combined output [b, n, h, D] if there is a `p_output`; the maps' outputs [splits, 2, b, n, h, D] and
-        the logarithms of their sums [splits, 2, b, n, h] if there are such pointers.
+        Writes the combined output [b, n, s, D] if there is a `p_output`; the maps' outputs [splits, b, n, H, D] and the
+        logarithms of their sums [splits, b, n, H] if there are such pointers.
         """
         batch, kv_head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
         split = tl.program_id(0) % splits
         block = (tl.num_programs(0) - 1 - tl.program_id(0)) // splits  # the longest causal rows first
-        kept, tokens, heads, index = query_rows(block * BLOCK_M, n, GROUP, BLOCK_M)
-        start, end = seen_keys(p_bounds, tokens, n, m)
-        first, all_first, all_last, last = key_range(start, end, m, split, splits, BLOCK_N)
+        kept1, tokens1, groups1, signals, index1 = query_rows(block * BLOCK_M, n, GROUPS, BLOCK_M, SIGNALS, BLOCK_R)
+        kept2, tokens2, groups2, _, index2 = query_rows(block * BLOCK_M, n, GROUPS, BLOCK_M, 1, 1)
+        start1, end1 = seen_keys(p_bounds, tokens1, n, m)
+        start2, end2 = seen_keys(p_bounds, tokens2, n, m)
+        first, all_first, all_last, last = key_range(start2, end2, m, split, splits, BLOCK_N)
 
         p_query += batch * stride_qb
         p_key += batch * stride_kb + kv_head * stride_kh
         p_value += batch * stride_vb + kv_head * stride_vh
-        queries = tokens.to(tl.int64) * stride_qn + 2 * heads * stride_qh
-        b_query1 = load_tile(p_query, queries, kept, W, BLOCK_W)
-        b_query2 = load_tile(p_query + (D - W), queries + stride_qh, kept, W, BLOCK_W)
-        b_max1 = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        queries1 = tokens1.to(tl.int64) * stride_qn + (groups1 * (SIGNALS + 1) + signals) * stride_qh
+        queries2 = tokens2.to(tl.int64) * stride_qn + (groups2 * (SIGNALS + 1) + SIGNALS) * stride_qh
+        b_query1 = load_tile(p_query, queries1, kept1, W, BLOCK_W)
+        b_query2 = load_tile(p_query + (D - W), queries2, kept2, W, BLOCK_W)
+        b_max1 = tl.full([BLOCK_M * BLOCK_R], float("-inf"), tl.float32)
         b_max2 = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        b_sum1 = tl.zeros([BLOCK_M], tl.float32)
+        b_sum1 = tl.zeros([BLOCK_M * BLOCK_R], tl.float32)
         b_sum2 = tl.zeros([BLOCK_M], tl.float32)
-        b_output1 = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        b_output1 = tl.zeros([BLOCK_M * BLOCK_R, BLOCK_D], tl.float32)
         b_output2 = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
         FIRST_PART: tl.constexpr = 1 if p_bounds is None else 0
@@ -166,30 +175,36 @@ if HAS_TRITON:
             for key in range(part_first, part_last, BLOCK_N):
                 columns = tl.arange(0, BLOCK_N)
                 if part == 1:
-                    inside, visible = None, None
+                    inside, seen1, seen2 = None, None, None
                 else:
                     inside = key + columns < last  # beyond it there may be anything
-                    visible = (key + columns >= start[:, None]) & (key + columns < end[:, None])
+                    seen1 = (key + columns >= start1[:, None]) & (key + columns < end1[:, None])
+                    seen2 = (key + columns >= start2[:, None]) & (key + columns < end2[:, None])
                 p_key_tile = p_key + tl.cast(key, tl.int64) * stride_kn
                 p_value_tile = p_value + tl.cast(key, tl.int64) * stride_vn
                 b_key1 = load_tile(p_key_tile, columns * stride_kn, inside, W, BLOCK_W)
                 b_key2 = b_key1 if W == D else load_tile(p_key_tile + W, columns * stride_kn, inside, W, BLOCK_W)
                 b_value = load_tile(p_value_tile, columns * stride_vn, inside, D, BLOCK_D)
-                b_max1, b_sum1, b_output1 = attend(b_query1, b_key1, b_value, visible, b_max1, b_sum1, b_output1, scale)
-                b_max2, b_sum2, b_output2 = attend(b_query2, b_key2, b_value, visible, b_max2, b_sum2, b_output2, scale)
+                b_max1, b_sum1, b_output1 = attend(b_query1, b_key1, b_value, seen1, b_max1, b_sum1, b_output1, scale)
+                b_max2, b_sum2, b_output2 = attend(b_query2, b_key2, b_value, seen2, b_max2, b_sum2, b_output2, scale)
 
         b_output1, b_lse1 = normalised(b_max1, b_sum1, b_output1, scale)
         b_output2, b_lse2 = normalised(b_max2, b_sum2, b_output2, scale)
-        if p_output is not None:
-            b_lambda = tl.load(p_lambda + index * stride_lambda)
-            store_tile(p_output, index * D, kept, b_output1 - b_lambda[:, None] * b_output2, D, BLOCK_D)
         if p_outputs is not None:
-            count = tl.num_programs(2).to(tl.int64) * n * tl.num_programs(1) * GROUP
-            index1 = 2 * split * count + index
-            store_tile(p_outputs, index1 * D, kept, b_output1, D, BLOCK_D)
-            store_tile(p_outputs, (index1 + count) * D, kept, b_output2, D, BLOCK_D)
-            tl.store(p_lse + index1, b_lse1, mask=kept)
-            tl.store(p_lse + index1 + count, b_lse2, mask=kept)
+            count = tl.num_programs(2).to(tl.int64) * n * tl.num_programs(1) * GROUPS
+            maps1 = (split * count + index1) * (SIGNALS + 1) + signals
+            maps2 = (split * count + index2) * (SIGNALS + 1) + SIGNALS
+            store_tile(p_outputs, maps1 * D, kept1, b_output1, D, BLOCK_D)
+            store_tile(p_outputs, maps2 * D, kept2, b_output2, D, BLOCK_D)
+            tl.store(p_lse + maps1, b_lse1, mask=kept1)
+            tl.store(p_lse + maps2, b_lse2, mask=kept2)
+        if p_output is not None:
+            index1 = index1 * SIGNALS + signals
+            b_lambda = tl.load(p_lambda + index1 * stride_lambda)
+            if BLOCK_R > 1:  # the noise's output beside that of each signal
+                b_output2 = tl.broadcast_to(b_output2[:, None, :], [BLOCK_M, BLOCK_R, BLOCK_D])
+                b_output2 = tl.reshape(b_output2, [BLOCK_M * BLOCK_R, BLOCK_D])
+            store_tile(p_output, index1 * D, kept1, b_output1 - b_lambda[:, None] * b_output2, D, BLOCK_D)
 
     @triton.jit
     def merge_splits(
@@ -197,7 +212,7 @@ if HAS_TRITON:
     ):
         """One map's output of a row, of the outputs of its splits: their mean, weighted by their softmaxes' sums."""
         split = tl.arange(0, BLOCK_S)
-        offsets = 2 * split * count + index
+        offsets = split * count + index
         b_lse = tl.load(p_lse + offsets, mask=split < splits, other=float("-inf"))
         b_max = tl.max(b_lse)
         b_weights = tl.exp2(b_lse - tl.where(b_max == float("-inf"), 0.0, b_max))
@@ -208,62 +223,91 @@ if HAS_TRITON:
     @triton.jit(do_not_specialize=["splits"])
     def combine_kernel(
         p_outputs, p_lse, p_lambda, p_output, stride_lambda, splits,
-        D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+        D: tl.constexpr, SIGNALS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     ):  # fmt: skip
-        """One row's combined output of the outputs that `forward_kernel` wrote for its splits and maps."""
-        index, count = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-        b_output1 = merge_splits(p_outputs, p_lse, index, count, splits, D, BLOCK_D, BLOCK_S)
-        b_output2 = merge_splits(p_outputs, p_lse, index + count, count, splits, D, BLOCK_D, BLOCK_S)
+        """One signal's combined output of the outputs that `forward_kernel` wrote for splits and maps."""
+        index = tl.program_id(0).to(tl.int64)
+        maps = index // SIGNALS * (SIGNALS + 1)  # the first of its group
+        count = tl.num_programs(0).to(tl.int64) // SIGNALS * (SIGNALS + 1)
+        b_output1 = merge_splits(p_outputs, p_lse, maps + index % SIGNALS, count, splits, D, BLOCK_D, BLOCK_S)
+        b_output2 = merge_splits(p_outputs, p_lse, maps + SIGNALS, count, splits, D, BLOCK_D, BLOCK_S)
         b_lambda = tl.load(p_lambda + index * stride_lambda)
         columns = tl.arange(0, BLOCK_D)
         tl.store(p_output + index * D + columns, b_output1 - b_lambda * b_output2, mask=columns < D)
 
     @triton.jit
-    def delta_kernel(p_grad, p_outputs, p_delta, count, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
-        """δ1 and δ2, [2, b, n, h]: sums over D of dO times each map's output."""
+    def delta_kernel(
+        p_grad, p_outputs, p_delta, count, D: tl.constexpr, SIGNALS: tl.constexpr, BLOCK_D: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+    ):  # fmt: skip
+        """δ of signals and δ_noise, [2, b, n, s]: sums over D of dO times a signal's output, and times its noise's."""
         index = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         kept = index < count
         b_grad = load_tile(p_grad, index * D, kept, D, BLOCK_D).to(tl.float32)
-        for map in tl.static_range(2):
-            b_output = load_tile(p_outputs, (index + map * count) * D, kept, D, BLOCK_D).to(tl.float32)
-            tl.store(p_delta + index + map * count, tl.sum(b_grad * b_output, 1), mask=kept)
+        maps = index // SIGNALS * (SIGNALS + 1)
+        b_output1 = load_tile(p_outputs, (maps + index % SIGNALS) * D, kept, D, BLOCK_D).to(tl.float32)
+        b_output2 = load_tile(p_outputs, (maps + SIGNALS) * D, kept, D, BLOCK_D).to(tl.float32)
+        tl.store(p_delta + index, tl.sum(b_grad * b_output1, 1), mask=kept)
+        tl.store(p_delta + index + count, tl.sum(b_grad * b_output2, 1), mask=kept)
 
     @triton.jit
-    def map_gradient(b_left, b_right, b_grad_map, visible, b_lse, b_delta, scale):
-        """P and P∘(dP - δ) of one map, queries left and keys right, or transposed: keys left and queries right."""
+    def softmax_map(b_left, b_right, visible, b_lse, scale):
+        """P of one map, queries left and keys right, or transposed: keys left and queries right."""
         b_exponents = tl.dot(b_left, tl.trans(b_right), input_precision="ieee") * scale - b_lse
         if visible is not None:
             b_exponents = tl.where(visible, b_exponents, float("-inf"))
-            b_grad_map = tl.where(visible, b_grad_map, 0.0)  # NaN where values are
-        b_map = tl.exp2(b_exponents)
-        return b_map, b_map * (b_grad_map - b_delta)
+        return tl.exp2(b_exponents)
+
+    @triton.jit
+    def map_gradient(b_left, b_right, visible):
+        """dP of one map, queries left and values right, or transposed; 0 where it is not visible, NaN though it be."""
+        b_grad_map = tl.dot(b_left, tl.trans(b_right), input_precision="ieee")
+        if visible is not None:
+            b_grad_map = tl.where(visible, b_grad_map, 0.0)
+        return b_grad_map
 
     @triton.jit(do_not_specialize=["n", "m"])
     def query_gradient_kernel(
         p_query, p_key, p_value, p_lambda, p_bounds, p_grad, p_lse, p_delta, p_grad_query,
         stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
         stride_gb, stride_gh, stride_gn, stride_lambda, n, m, scale, scaling,
-        D: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+        D: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr, SIGNALS: tl.constexpr, BLOCK_D: tl.constexpr,
+        BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ):  # fmt: skip
-        """dQ of rows of one key/value head, zeros in the halves of V1's queries that are padding."""
+        """dQ of rows of one key/value head, zeros in the halves of V1's queries that are padding.
+
+        dS_noise = -P_noise∘(dP_noise - Σ λ δ_noise), where dP_noise = (Σ λ dO) Vᵀ is a product of its own; but if
+        there is one signal, it is -λ P_noise∘(dP - δ_noise), with that signal's dP.
+        """
         batch, kv_head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
         block = tl.num_programs(0) - 1 - tl.program_id(0)
-        kept, tokens, heads, index = query_rows(block * BLOCK_M, n, GROUP, BLOCK_M)
-        start, end = seen_keys(p_bounds, tokens, n, m)
-        first, all_first, all_last, last = key_range(start, end, m, 0, 1, BLOCK_N)
+        kept1, tokens1, groups1, signals, index1 = query_rows(block * BLOCK_M, n, GROUPS, BLOCK_M, SIGNALS, BLOCK_R)
+        kept2, tokens2, groups2, _, index2 = query_rows(block * BLOCK_M, n, GROUPS, BLOCK_M, 1, 1)
+        start1, end1 = seen_keys(p_bounds, tokens1, n, m)
+        start2, end2 = seen_keys(p_bounds, tokens2, n, m)
+        first, all_first, all_last, last = key_range(start2, end2, m, 0, 1, BLOCK_N)
 
         p_query += batch * stride_qb
         p_key += batch * stride_kb + kv_head * stride_kh
         p_value += batch * stride_vb + kv_head * stride_vh
-        queries = tokens.to(tl.int64) * stride_qn + 2 * heads * stride_qh
-        b_query1 = load_tile(p_query, queries, kept, W, BLOCK_W)
-        b_query2 = load_tile(p_query + (D - W), queries + stride_qh, kept, W, BLOCK_W)
-        b_grad = load_tile(p_grad, index * D, kept, D, BLOCK_D)
-        count = tl.num_programs(2).to(tl.int64) * n * tl.num_programs(1) * GROUP
-        b_lse1, b_lse2 = tl.load(p_lse + index), tl.load(p_lse + index + count)
-        b_delta1, b_delta2 = tl.load(p_delta + index), tl.load(p_delta + index + count)
-        b_grad_query1 = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
+        heads1, heads2 = groups1 * (SIGNALS + 1) + signals, groups2 * (SIGNALS + 1) + SIGNALS
+        b_query1 = load_tile(p_query, tokens1.to(tl.int64) * stride_qn + heads1 * stride_qh, kept1, W, BLOCK_W)
+        queries2 = tokens2.to(tl.int64) * stride_qn + heads2 * stride_qh
+        b_query2 = load_tile(p_query + (D - W), queries2, kept2, W, BLOCK_W)
+        b_lse1 = tl.load(p_lse + index1 * (SIGNALS + 1) + signals)
+        b_lse2 = tl.load(p_lse + index2 * (SIGNALS + 1) + SIGNALS)
+        index1 = index1 * SIGNALS + signals
+        b_grad = load_tile(p_grad, index1 * D, kept1, D, BLOCK_D)
+        b_delta1 = tl.load(p_delta + index1)
+        count = tl.num_programs(2).to(tl.int64) * n * tl.num_programs(1) * GROUPS * SIGNALS
+        b_delta2 = tl.load(p_delta + index1 + count)
+        b_lambda = tl.load(p_lambda + index1 * stride_lambda)
+        if SIGNALS > 1:
+            b_grad2 = tl.reshape(b_lambda[:, None] * b_grad, [BLOCK_M, BLOCK_R, BLOCK_D])  # zeros where none are kept
+            b_grad2 = tl.sum(b_grad2, 1).to(b_grad.dtype)
+            b_delta2 = tl.where(kept1, b_lambda * b_delta2, 0.0)
+            b_delta2 = tl.sum(tl.reshape(b_delta2, [BLOCK_M, BLOCK_R]), 1)
+        b_grad_query1 = tl.zeros([BLOCK_M * BLOCK_R, BLOCK_W], tl.float32)
         b_grad_query2 = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
 
         FIRST_PART: tl.constexpr = 1 if p_bounds is None else 0
@@ -277,45 +321,44 @@ if HAS_TRITON:
             for key in range(part_first, part_last, BLOCK_N):
                 columns = tl.arange(0, BLOCK_N)
                 if part == 1:
-                    inside, visible = None, None
+                    inside, seen1, seen2 = None, None, None
                 else:
                     inside = key + columns < last
-                    visible = (key + columns >= start[:, None]) & (key + columns < end[:, None])
+                    seen1 = (key + columns >= start1[:, None]) & (key + columns < end1[:, None])
+                    seen2 = (key + columns >= start2[:, None]) & (key + columns < end2[:, None])
                 p_key_tile = p_key + tl.cast(key, tl.int64) * stride_kn
                 p_value_tile = p_value + tl.cast(key, tl.int64) * stride_vn
                 b_key1 = load_tile(p_key_tile, columns * stride_kn, inside, W, BLOCK_W)
                 b_key2 = b_key1 if W == D else load_tile(p_key_tile + W, columns * stride_kn, inside, W, BLOCK_W)
                 b_value = load_tile(p_value_tile, columns * stride_vn, inside, D, BLOCK_D)
-                b_grad_map = tl.dot(b_grad, tl.trans(b_value), input_precision="ieee")
-                _, b_grad_scores = map_gradient(
-                    b_query1, b_key1, b_grad_map, visible, b_lse1[:, None], b_delta1[:, None], scale
-                )
-                b_grad_query1 = tl.dot(b_grad_scores.to(b_key1.dtype), b_key1, b_grad_query1, input_precision="ieee")
-                _, b_grad_scores = map_gradient(
-                    b_query2, b_key2, b_grad_map, visible, b_lse2[:, None], b_delta2[:, None], scale
-                )
-                b_grad_query2 = tl.dot(b_grad_scores.to(b_key2.dtype), b_key2, b_grad_query2, input_precision="ieee")
+                b_grad_map1 = map_gradient(b_grad, b_value, seen1)
+                b_grad_map2 = b_grad_map1 if SIGNALS == 1 else map_gradient(b_grad2, b_value, seen2)
+                b_map = softmax_map(b_query1, b_key1, seen1, b_lse1[:, None], scale)
+                b_grad_scores = (b_map * (b_grad_map1 - b_delta1[:, None])).to(b_key1.dtype)
+                b_grad_query1 = tl.dot(b_grad_scores, b_key1, b_grad_query1, input_precision="ieee")
+                b_map = softmax_map(b_query2, b_key2, seen2, b_lse2[:, None], scale)
+                b_grad_scores = (b_map * (b_grad_map2 - b_delta2[:, None])).to(b_key2.dtype)
+                b_grad_query2 = tl.dot(b_grad_scores, b_key2, b_grad_query2, input_precision="ieee")
 
-        b_lambda = tl.load(p_lambda + index * stride_lambda)
         p_grad_query += batch * stride_gb
-        queries = tokens.to(tl.int64) * stride_gn + 2 * heads * stride_gh
-        store_tile(p_grad_query, queries, kept, b_grad_query1 * scaling, W, BLOCK_W)
-        b_grad_query2 *= -b_lambda[:, None] * scaling
-        store_tile(p_grad_query + (D - W), queries + stride_gh, kept, b_grad_query2, W, BLOCK_W)
+        queries1 = tokens1.to(tl.int64) * stride_gn + heads1 * stride_gh
+        queries2 = tokens2.to(tl.int64) * stride_gn + heads2 * stride_gh
+        store_tile(p_grad_query, queries1, kept1, b_grad_query1 * scaling, W, BLOCK_W)
+        b_grad_query2 *= -b_lambda[:, None] * scaling if SIGNALS == 1 else -scaling
+        store_tile(p_grad_query + (D - W), queries2, kept2, b_grad_query2, W, BLOCK_W)
         if W < D:
-            b_zeros = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
-            store_tile(p_grad_query + W, queries, kept, b_zeros, W, BLOCK_W)
-            store_tile(p_grad_query, queries + stride_gh, kept, b_zeros, W, BLOCK_W)
+            store_tile(p_grad_query + W, queries1, kept1, tl.zeros_like(b_grad_query1), W, BLOCK_W)
+            store_tile(p_grad_query, queries2, kept2, tl.zeros_like(b_grad_query2), W, BLOCK_W)
 
     @triton.jit(do_not_specialize=["n", "m"])
     def key_value_gradient_kernel(
         p_query, p_key, p_value, p_lambda, p_bounds, p_grad, p_lse, p_delta, p_grad_key, p_grad_value,
         stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
         stride_gb, stride_gh, stride_gn, stride_lambda, n, m, scale, scaling,
-        D: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+        D: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr, SIGNALS: tl.constexpr, BLOCK_D: tl.constexpr,
+        BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     ):  # fmt: skip
-        """dK and dV of a block of keys, from all rows of their group that see one of them.
+        """dK and dV of a block of keys, from all rows of their groups that see one of them, signal by signal.
 
         Maps are transposed here, [BLOCK_N, BLOCK_M], for the products with dO and with the queries.
         """
@@ -335,8 +378,8 @@ if HAS_TRITON:
                 first = tl.minimum(first, tl.min(tl.where(sees, tokens, n)))
                 last = tl.maximum(last, tl.max(tl.where(sees, tokens + 1, 0)))
             all_first = last
-        first, last = first * GROUP, last * GROUP  # rows
-        all_first = first + tl.cdiv(tl.maximum(all_first * GROUP - first, 0), BLOCK_M) * BLOCK_M
+        first, last = first * GROUPS, last * GROUPS  # rows
+        all_first = first + tl.cdiv(tl.maximum(all_first * GROUPS - first, 0), BLOCK_M) * BLOCK_M
 
         p_query += batch * stride_qb
         p_key += batch * stride_kb + kv_head * stride_kh
@@ -345,7 +388,7 @@ if HAS_TRITON:
         b_key1 = load_tile(p_key, offsets, keys < m, W, BLOCK_W)
         b_key2 = b_key1 if W == D else load_tile(p_key + W, offsets, keys < m, W, BLOCK_W)
         b_value = load_tile(p_value, keys.to(tl.int64) * stride_vn, keys < m, D, BLOCK_D)
-        count = tl.num_programs(2).to(tl.int64) * n * tl.num_programs(1) * GROUP
+        count = tl.num_programs(2).to(tl.int64) * n * tl.num_programs(1) * GROUPS * SIGNALS
         b_grad_key1 = tl.zeros([BLOCK_N, BLOCK_W], tl.float32)
         b_grad_key2 = tl.zeros([BLOCK_N, BLOCK_W], tl.float32)
         b_grad_value = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -357,32 +400,33 @@ if HAS_TRITON:
             else:
                 part_first, part_last = all_first, last
             for row in range(part_first, part_last, BLOCK_M):
-                kept, tokens, heads, index = query_rows(row, n, GROUP, BLOCK_M)
+                kept, tokens, groups, _, index = query_rows(row, n, GROUPS, BLOCK_M, 1, 1)
                 if part == 0:
                     start, end = seen_keys(p_bounds, tokens, n, m)
                     visible = (keys[:, None] >= start) & (keys[:, None] < end)
                 else:
                     visible = None
-                queries = tokens.to(tl.int64) * stride_qn + 2 * heads * stride_qh
-                b_query1 = load_tile(p_query, queries, kept, W, BLOCK_W)
-                b_query2 = load_tile(p_query + (D - W), queries + stride_qh, kept, W, BLOCK_W)
-                b_grad = load_tile(p_grad, index * D, kept, D, BLOCK_D)
-                b_lse1 = tl.load(p_lse + index, mask=kept, other=float("inf"))  # with which a map is 0
-                b_lse2 = tl.load(p_lse + index + count, mask=kept, other=float("inf"))
-                b_delta1, b_delta2 = tl.load(p_delta + index), tl.load(p_delta + index + count)
-                b_lambda = tl.load(p_lambda + index * stride_lambda)[None, :]
-                b_grad_map = tl.dot(b_value, tl.trans(b_grad), input_precision="ieee")
-                b_map1, b_grad_scores1 = map_gradient(
-                    b_key1, b_query1, b_grad_map, visible, b_lse1[None, :], b_delta1[None, :], scale
-                )
-                b_map2, b_grad_scores2 = map_gradient(
-                    b_key2, b_query2, b_grad_map, visible, b_lse2[None, :], b_delta2[None, :], scale
-                )
-                b_map = (b_map1 - b_lambda * b_map2).to(b_grad.dtype)
-                b_grad_value = tl.dot(b_map, b_grad, b_grad_value, input_precision="ieee")
-                b_grad_scores1 = b_grad_scores1.to(b_query1.dtype)
-                b_grad_scores2 = (-b_lambda * b_grad_scores2).to(b_query2.dtype)
-                b_grad_key1 = tl.dot(b_grad_scores1, b_query1, b_grad_key1, input_precision="ieee")
+                queries = tokens.to(tl.int64) * stride_qn + groups * (SIGNALS + 1) * stride_qh
+                p_lse_group = p_lse + index * (SIGNALS + 1)
+                b_query2 = load_tile(p_query + (D - W), queries + SIGNALS * stride_qh, kept, W, BLOCK_W)
+                b_lse = tl.load(p_lse_group + SIGNALS, mask=kept, other=float("inf"))  # with which a map is 0
+                b_map2 = softmax_map(b_key2, b_query2, visible, b_lse[None, :], scale)
+                b_grad_scores2 = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+                for signal in range(SIGNALS):
+                    head = index * SIGNALS + signal
+                    b_query1 = load_tile(p_query, queries + signal * stride_qh, kept, W, BLOCK_W)
+                    b_grad = load_tile(p_grad, head * D, kept, D, BLOCK_D)
+                    b_lse = tl.load(p_lse_group + signal, mask=kept, other=float("inf"))
+                    b_delta1, b_delta2 = tl.load(p_delta + head)[None, :], tl.load(p_delta + head + count)[None, :]
+                    b_lambda = tl.load(p_lambda + head * stride_lambda)[None, :]
+                    b_map1 = softmax_map(b_key1, b_query1, visible, b_lse[None, :], scale)
+                    b_grad_map = map_gradient(b_value, b_grad, visible)
+                    b_map = (b_map1 - b_lambda * b_map2).to(b_grad.dtype)
+                    b_grad_value = tl.dot(b_map, b_grad, b_grad_value, input_precision="ieee")
+                    b_grad_scores1 = (b_map1 * (b_grad_map - b_delta1)).to(b_query1.dtype)
+                    b_grad_scores2 -= b_lambda * (b_map2 * (b_grad_map - b_delta2))
+                    b_grad_key1 = tl.dot(b_grad_scores1, b_query1, b_grad_key1, input_precision="ieee")
+                b_grad_scores2 = b_grad_scores2.to(b_query2.dtype)
                 if W == D:
                     b_grad_key1 = tl.dot(b_grad_scores2, b_query2, b_grad_key1, input_precision="ieee")
                 else:
@@ -395,7 +439,9 @@ if HAS_TRITON:
         store_tile(p_grad_value, offsets, keys < m, b_grad_value, D, BLOCK_D)
 
 
-def block_sizes(kernel: str, map_dim: int, head_dim: int, dtype: torch.dtype, rows: int) -> dict[str, int]:
+def block_sizes(
+    kernel: str, map_dim: int, head_dim: int, dtype: torch.dtype, rows: int, signals_per_noise: int
+) -> dict[str, int]:
     """Tile sizes, warps and pipeline stages of a kernel: `"forward"`, `"query_gradient"` or `"key_value_gradient"`.
 
     For Hopper (227 KB of shared memory, 255 registers for a thread) and not yet measured: by arithmetic, accumulators
@@ -408,6 +454,7 @@ def block_sizes(kernel: str, map_dim: int, head_dim: int, dtype: torch.dtype, ro
         head_dim: D.
         dtype: of queries, keys and values.
         rows: how many rows a key/value head has; few get a smaller tile.
+        signals_per_noise: r; several signals lie side by side in a tile, of which fewer rows then fill one.
     """
     wide = head_dim > 128
     few = max(16, triton.next_power_of_2(rows))
@@ -421,9 +468,11 @@ def block_sizes(kernel: str, map_dim: int, head_dim: int, dtype: torch.dtype, ro
         block_m, block_n, warps, stages = (64, 32, 8, 2) if map_dim > 64 else (64, 64, 8, 2)
     else:
         block_m, block_n, warps, stages = (32, 64, 8, 2)
+    sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
     if kernel != "key_value_gradient":
-        block_m = min(block_m, few)
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
+        sizes["BLOCK_R"] = triton.next_power_of_2(signals_per_noise)
+        sizes["BLOCK_M"] = min(max(16, block_m // sizes["BLOCK_R"]), few)
+    return sizes
 
 
 def split_count(m: int, programs: int, processors: int) -> int:
@@ -436,7 +485,12 @@ def _processors(device: torch.device) -> int:
 
 
 def _arguments(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, differential_lambda: torch.Tensor, map_dim: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    differential_lambda: torch.Tensor,
+    map_dim: int,
+    signals_per_noise: int,
 ) -> dict[str, Any]:
     """What all kernels on rows get besides pointers: strides, n, m and widths."""
     d = query.shape[-1]
@@ -449,7 +503,8 @@ def _arguments(
         "m": key.shape[2],
         "D": d,
         "W": map_dim,
-        "GROUP": query.shape[1] // 2 // key.shape[1],
+        "GROUPS": query.shape[1] // (signals_per_noise + 1) // key.shape[1],
+        "SIGNALS": signals_per_noise,
         "BLOCK_D": triton.next_power_of_2(d),
         "BLOCK_W": triton.next_power_of_2(map_dim),
         **OPTIONS,
@@ -465,20 +520,21 @@ def _forward(
     bounds: torch.Tensor | None,
     map_dim: int,
     scaling: float,
+    signals_per_noise: int,
     save: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The output [b, n, h, D]; and if they are to be saved, the maps' outputs [2, b, n, h, D] and sums [2, b, n, h]."""
-    output, outputs, lse = _empty_outputs(query, save)
-    b, n, h, d = output.shape
-    kv_heads, m, rows = key.shape[1], key.shape[2], n * h // key.shape[1]
+    """The output [b, n, s, D]; and if they are to be saved, the maps' outputs [b, n, H, D] and sums [b, n, H]."""
+    output, outputs, lse = _empty_outputs(query, signals_per_noise, save)
+    b, heads, n, d = query.shape
+    kv_heads, m, rows = key.shape[1], key.shape[2], n * heads // (signals_per_noise + 1) // key.shape[1]
     differential_lambda = differential_lambda.contiguous()
-    arguments = _arguments(query, key, value, differential_lambda, map_dim)
-    blocks = block_sizes("forward", map_dim, d, query.dtype, rows)
+    arguments = _arguments(query, key, value, differential_lambda, map_dim, signals_per_noise)
+    blocks = block_sizes("forward", map_dim, d, query.dtype, rows, signals_per_noise)
     programs = triton.cdiv(rows, blocks["BLOCK_M"]) * kv_heads * b
     splits = 1 if save or n > DECODING_TOKENS else split_count(m, programs, _processors(query.device))
     if splits > 1:
-        outputs = query.new_empty(splits, 2, b, n, h, d, dtype=torch.float32)
-        lse = query.new_empty(splits, 2, b, n, h, dtype=torch.float32)
+        outputs = query.new_empty(splits, b, n, heads, d, dtype=torch.float32)
+        lse = query.new_empty(splits, b, n, heads, dtype=torch.float32)
     with torch.cuda.device_of(query):
         forward_kernel[triton.cdiv(rows, blocks["BLOCK_M"]) * splits, kv_heads, b](
             query,
@@ -495,7 +551,7 @@ def _forward(
             **blocks,
         )
         if splits > 1:
-            combine_kernel[(b * n * h,)](
+            combine_kernel[(b * n * output.shape[2],)](
                 outputs,
                 lse,
                 differential_lambda,
@@ -503,19 +559,22 @@ def _forward(
                 arguments["stride_lambda"],
                 splits,
                 D=d,
+                SIGNALS=signals_per_noise,
                 BLOCK_D=arguments["BLOCK_D"],
                 BLOCK_S=triton.next_power_of_2(splits),
                 **OPTIONS,
             )
-            outputs, lse = _empty_outputs(query, save)[1:]
+            outputs, lse = _empty_outputs(query, signals_per_noise, save)[1:]
     return output, outputs, lse
 
 
-def _empty_outputs(query: torch.Tensor, save: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _empty_outputs(
+    query: torch.Tensor, signals_per_noise: int, save: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     b, heads, n, d = query.shape
-    saved = (2, b, n, heads // 2) if save else (0,)
+    saved = (b, n, heads) if save else (0,)
     return (
-        query.new_empty(b, n, heads // 2, d),
+        query.new_empty(b, n, heads // (signals_per_noise + 1) * signals_per_noise, d),
         query.new_empty(*saved, d),
         query.new_empty(saved, dtype=torch.float32),
     )
@@ -530,9 +589,10 @@ def _forward_shapes(
     bounds: torch.Tensor | None,
     map_dim: int,
     scaling: float,
+    signals_per_noise: int,
     save: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _empty_outputs(query, save)
+    return _empty_outputs(query, signals_per_noise, save)
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::backward", mutates_args=())
@@ -547,28 +607,37 @@ def _backward(
     lse: torch.Tensor,
     map_dim: int,
     scaling: float,
+    signals_per_noise: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of queries, keys, values and λ."""
     grads = _empty_gradients(query, key, differential_lambda)
     grad_query, grad_key, grad_value, _ = grads
-    b, n, h, d = grad.shape
-    kv_heads, m, rows = key.shape[1], key.shape[2], n * h // key.shape[1]
+    b, n, signals, d = grad.shape
+    kv_heads, m, rows = key.shape[1], key.shape[2], n * signals // signals_per_noise // key.shape[1]
     grad, differential_lambda = grad.contiguous(), differential_lambda.contiguous()
     bounds = None if bounds is None else bounds.contiguous()
-    arguments = _arguments(query, key, value, differential_lambda, map_dim)
+    arguments = _arguments(query, key, value, differential_lambda, map_dim, signals_per_noise)
     arguments |= {"scale": scaling * LOG2_E, "scaling": scaling}
-    delta = torch.empty_like(lse)
+    delta = lse.new_empty(2, b, n, signals)
     pointers = query, key, value, differential_lambda, bounds, grad, lse, delta
     with torch.cuda.device_of(query):
-        delta_kernel[(triton.cdiv(b * n * h, 16),)](
-            grad, outputs, delta, b * n * h, D=d, BLOCK_D=arguments["BLOCK_D"], BLOCK_M=16, **OPTIONS
+        delta_kernel[(triton.cdiv(b * n * signals, 16),)](
+            grad,
+            outputs,
+            delta,
+            b * n * signals,
+            D=d,
+            SIGNALS=signals_per_noise,
+            BLOCK_D=arguments["BLOCK_D"],
+            BLOCK_M=16,
+            **OPTIONS,
         )
-        blocks = block_sizes("query_gradient", map_dim, d, query.dtype, rows)
+        blocks = block_sizes("query_gradient", map_dim, d, query.dtype, rows, signals_per_noise)
         strides = dict(zip(("stride_gb", "stride_gh", "stride_gn"), grad_query.stride(), strict=False))
         query_gradient_kernel[triton.cdiv(rows, blocks["BLOCK_M"]), kv_heads, b](
             *pointers, grad_query, **arguments, **strides, **blocks
         )
-        blocks = block_sizes("key_value_gradient", map_dim, d, query.dtype, rows)
+        blocks = block_sizes("key_value_gradient", map_dim, d, query.dtype, rows, signals_per_noise)
         strides = dict(zip(("stride_gb", "stride_gh", "stride_gn"), grad_key.stride(), strict=False))
         key_value_gradient_kernel[triton.cdiv(m, blocks["BLOCK_N"]), kv_heads, b](
             *pointers, grad_key, grad_value, **arguments, **strides, **blocks, BLOCK_TOKENS=256
@@ -598,19 +667,20 @@ def _backward_shapes(
     lse: torch.Tensor,
     map_dim: int,
     scaling: float,
+    signals_per_noise: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return _empty_gradients(query, key, differential_lambda)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[:5], *output[1:])
-    ctx.map_dim, ctx.scaling = inputs[5:7]
+    ctx.options = inputs[5:8]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
-    return *_backward(grad, *ctx.saved_tensors, ctx.map_dim, ctx.scaling), None, None, None, None
+    return *_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_setup_context)
@@ -624,26 +694,29 @@ def triton_attention(
     bounds: torch.Tensor | None,
     map_dim: int,
     scaling: float,
+    signals_per_noise: int,
 ) -> torch.Tensor:
-    """Differential attention, (softmax(Q1 K1ᵀ·scaling) - λ softmax(Q2 K2ᵀ·scaling)) V (arXiv 2410.05258, equation 1).
+    """Differential attention, (softmax(Q1 K1ᵀ·scaling) - λ softmax(Q2 K2ᵀ·scaling)) V (arXiv 2410.05258, equation 1),
+    where r signals Q1 share one noise Q2 (arXiv 2510.06949).
 
     Inputs may have any strides but for a contiguous last dimension. What lies in keys and values outside of the
     intervals of all queries has no influence, be it NaN.
 
     Args:
-        query: [b, 2h, n, D], float16, bfloat16 or float32; the two maps of a head are neighbours.
-        key: [b, h_kv, m, D] in that dtype, h_kv a divisor of h: as many heads as a key/value head has to serve follow
-            each other.
+        query: [b, H, n, D], float16, bfloat16 or float32, in groups of r signals and their noise.
+        key: [b, h_kv, m, D] in that dtype, h_kv a divisor of the number of groups: as many groups as a key/value head
+            has to serve follow each other.
         value: [b, h_kv, m, D] in that dtype.
-        differential_lambda: λ in float32, [1] or [b, n, h, 1].
+        differential_lambda: λ in float32, [1] or [b, n, s, 1].
         bounds: [b, 1, n, 2] in int32, the half-open interval of the keys that each query sees; all queries' outputs
             and gradients are 0 where it is empty. `None`: causal, the last query sees the last key.
-        map_dim: width of one map's query and key. D: they are whole (V2). D/2: the first map's are the first half, the
-            second map's the second half; the other halves of queries are not read, and their gradients are 0 (V1).
+        map_dim: width of one map's query and key. D: they are whole (V2). D/2: the signals' are the first half, the
+            noise's the second half; the other halves of queries are not read, and their gradients are 0 (V1).
         scaling: factor of the scores before the softmax, positive.
+        signals_per_noise: r.
 
     Returns:
-        [b, n, h, D] in the queries' dtype, subtracted in float32.
+        [b, n, s, D] in the queries' dtype, subtracted in float32.
 
     Raises:
         `ImportError`: triton is not installed.
@@ -651,9 +724,9 @@ def triton_attention(
     """
     if not HAS_TRITON:
         raise ImportError("triton_attention needs triton, which comes with CUDA builds of torch.")
-    _check(query, key, value, differential_lambda, bounds, map_dim, scaling)
+    _check(query, key, value, differential_lambda, bounds, map_dim, scaling, signals_per_noise)
     save = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, differential_lambda))
-    return _forward(query, key, value, differential_lambda, bounds, map_dim, scaling, save)[0]
+    return _forward(query, key, value, differential_lambda, bounds, map_dim, scaling, signals_per_noise, save)[0]
 
 
 def _check(
@@ -664,6 +737,7 @@ def _check(
     bounds: torch.Tensor | None,
     map_dim: int,
     scaling: float,
+    signals_per_noise: int,
 ) -> None:
     """Raises `ValueError` unless the inputs are as `triton_attention` says."""
     b, heads, n, d = query.shape
@@ -673,19 +747,23 @@ def _check(
             f"Queries, keys and values must be of one dtype, float16, bfloat16 or float32, got {query.dtype}, "
             f"{key.dtype} and {value.dtype}."
         )
-    if heads % 2 or heads // 2 % kv_heads or key.shape != (b, kv_heads, m, d) or value.shape != key.shape:
+    if signals_per_noise < 1:
+        raise ValueError(f"signals_per_noise must be at least 1, got {signals_per_noise}.")
+    groups, rest = divmod(heads, signals_per_noise + 1)
+    if rest or groups % kv_heads or key.shape != (b, kv_heads, m, d) or value.shape != key.shape:
         raise ValueError(
-            "Queries must be [b, 2h, n, D], keys and values [b, h_kv, m, D] with h divisible by h_kv, got "
-            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}."
+            "Queries must be [b, H, n, D], keys and values [b, h_kv, m, D], with H divisible by h_kv·(r + 1), got r = "
+            f"{signals_per_noise}, {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}."
         )
     if not 32 <= d <= 256 or map_dim not in (d, d // 2) or d % 2:
         raise ValueError(f"D must be even, from 32 to 256, and map_dim D or D/2, got {d} and {map_dim}.")
     if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
         raise ValueError("The last dimension of queries, keys and values must be contiguous.")
     shape = tuple(differential_lambda.shape)
-    if differential_lambda.dtype != torch.float32 or shape not in ((1,), (b, n, heads // 2, 1)):
+    signals = groups * signals_per_noise
+    if differential_lambda.dtype != torch.float32 or shape not in ((1,), (b, n, signals, 1)):
         raise ValueError(
-            f"λ must be float32, [1] or [b, n, h, 1] = {[b, n, heads // 2, 1]}, got {differential_lambda.dtype}, "
+            f"λ must be float32, [1] or [b, n, s, 1] = {[b, n, signals, 1]}, got {differential_lambda.dtype}, "
             f"{list(shape)}."
         )
     if bounds is None and n > m:
