@@ -14,6 +14,10 @@ from support.attention_masks import batch
 from support.tiny_models import EVERY_FEATURE, VARIANTS, paged, tiny_config, tiny_model, tokens
 
 
+GROUPED = {"num_attention_heads": 8, "num_noise_heads": 2}
+"""Fields with which a tiny model has two groups of three signals."""
+
+
 def counted(monkeypatch: pytest.MonkeyPatch, function: str) -> list[int]:
     """How many queries each call of one of the kernels has."""
     calls: list[int] = []
@@ -90,11 +94,15 @@ def test_generated_tokens_are_those_of_eager(
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="continuous batching is paged|sdpa's")
-@pytest.mark.parametrize("implementation", [DIFF_ATTENTION, "sdpa"])
+@pytest.mark.parametrize(
+    ("implementation", "fields"),
+    [(DIFF_ATTENTION, {}), (DIFF_ATTENTION, GROUPED), ("sdpa", {})],
+    ids=["diff_attention", "grouped", "sdpa"],
+)
 def test_continuous_batching_uses_the_models_attention_function(
-    implementation: str, monkeypatch: pytest.MonkeyPatch
+    implementation: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_model("v1", attn_implementation=implementation, eos_token_id=None)
+    model = tiny_model("v1", attn_implementation=implementation, eos_token_id=None, **fields)
     prompts = [tokens(n, seed=n).tolist() for n in (9, 4, 30)]
     settings = {"max_new_tokens": 6, "do_sample": False}
     expected = [model.generate(torch.tensor([ids]), **settings)[0, -6:].tolist() for ids in prompts]
@@ -130,6 +138,8 @@ WINDOW = {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attent
         ("v1", "packed", {}),
         ("v1", "holes", {}),
         ("v2", "right", WINDOW),
+        ("v1", "left", GROUPED),
+        ("v2", "causal", GROUPED),
     ],
 )
 def test_triton_gives_eagers_logits_and_gradients(

@@ -165,7 +165,8 @@ def attention_forward(
     Returns:
         The differences [b, n, s, D], or all maps' outputs [b, n, H, D] from `sdpa`; and `None`: maps are not kept.
     """
-    n, options = query.shape[2], (module.map_dim, scaling, module.signals_per_noise)
+    n = query.shape[2]
+    options: tuple[Any, ...] = module.map_dim, scaling, module.signals_per_noise
     cache = kwargs.pop("cache", None)
     if cache is not None:
         key, value = cache.update(key, value, module.layer_idx, kwargs)  # sets this layer's cu_seq_lens_k

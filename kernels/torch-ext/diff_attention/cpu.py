@@ -23,9 +23,9 @@ from torch.nn.functional import scaled_dot_product_attention
 ROWS = 128
 """Queries of a block: enough for fast products, few enough that causal blocks end near the diagonal."""
 
-BLOCK = 2**22
-"""Elements of a block's map, 16 MiB in float32, unless one head has more. With up to 16,384 keys each of two threads
-has a head of its own."""
+BLOCK = 2**23
+"""Elements of a block's maps, 32 MiB in float32, unless one head has more. At r = 1, with up to 16,384 keys, each of
+two threads has a head of its own."""
 
 SHORT = 512
 """Below this KV length `varlen_attention` calls SDPA: waking the other threads (about 50 µs an operation) costs more
@@ -94,7 +94,7 @@ class AttentionLayout:
         """All blocks of the call."""
         b, kv_heads, groups, n, m, _ = self.shape
         rows = min(ROWS, n)
-        heads = max(1, BLOCK // (groups * rows * m))
+        heads = max(1, BLOCK // ((self.signals_per_noise + 1) * groups * rows * m))
         for first in range(0, b * kv_heads, heads):
             for start in range(0, n, rows):
                 stop = min(start + rows, n)

@@ -6,9 +6,9 @@ All maps of a group, r signals and the noise that they subtract, are computed ag
 once, with an online softmax for each. In units of n²d multiplications and additions (d = D/2; arXiv 2410.05258, section
 2.1), V1's forward at r = 1 takes 6: QKᵀ 2, PV 4. Its backward takes 10 if each product is computed once: QKᵀ 2, and 2
 each for dP = dO Vᵀ, which both maps share, for dV = (P1 - λP2)ᵀ dO, for dQ and for dK. Two kernels without atomics, one
-for dQ and one for dK and dV, recompute QKᵀ and dP and take 14; they give equal bits in every run. For a group of any r
-the forward takes 3(r + 1), the kernel for dK and dV 6r + 2, that for dQ 4(r + 1) (at r = 1 only 6: see there); a tile
-has room for a power of two of signals, which r = 3 fills by three quarters.
+for dQ and one for dK and dV, recompute QKᵀ and dP and take 14; they give equal bits in every run. Any r takes 3(r + 1)
+forward, 6r + 2 for dK and dV, and 4(r + 1) for dQ (6 at r = 1, where the maps share dP). Tiles of the forward and of dQ
+have room for the next power of two of signals: r = 3 pays for 4.
 
 With δ = Σ dO∘O over a row, for each signal: dS = P∘(dP - δ), and δ_noise = Σ dO∘O_noise: dλ = -δ_noise,
 dS_noise = -Σ λ P_noise∘(dP - δ_noise) over the group's signals. So a backward needs from its forward the maps' outputs
@@ -419,8 +419,8 @@ if HAS_TRITON:
                     b_lse = tl.load(p_lse_group + signal, mask=kept, other=float("inf"))
                     b_delta1, b_delta2 = tl.load(p_delta + head)[None, :], tl.load(p_delta + head + count)[None, :]
                     b_lambda = tl.load(p_lambda + head * stride_lambda)[None, :]
-                    b_map1 = softmax_map(b_key1, b_query1, visible, b_lse[None, :], scale)
                     b_grad_map = map_gradient(b_value, b_grad, visible)
+                    b_map1 = softmax_map(b_key1, b_query1, visible, b_lse[None, :], scale)
                     b_map = (b_map1 - b_lambda * b_map2).to(b_grad.dtype)
                     b_grad_value = tl.dot(b_map, b_grad, b_grad_value, input_precision="ieee")
                     b_grad_scores1 = (b_map1 * (b_grad_map - b_delta1)).to(b_query1.dtype)
@@ -444,9 +444,9 @@ def block_sizes(
 ) -> dict[str, int]:
     """Tile sizes, warps and pipeline stages of a kernel: `"forward"`, `"query_gradient"` or `"key_value_gradient"`.
 
-    For Hopper (227 KB of shared memory, 255 registers for a thread) and not yet measured: by arithmetic, accumulators
-    of two [BLOCK_M, D] take at most 128 of a thread's registers, and tiles in flight fit shared memory. As compiled,
-    inner loops of D up to 128 keep all but a few numbers in registers, wider ones spill.
+    For Hopper (227 KB of shared memory, 255 registers for a thread) and not yet measured: by arithmetic, accumulators,
+    at r = 1 two [BLOCK_M, D], take at most 128 of a thread's registers up to r = 4, and tiles in flight fit shared
+    memory. As compiled, inner loops of D up to 128 keep all but a few numbers in registers, wider ones spill.
 
     Args:
         kernel: which one.
