@@ -446,7 +446,8 @@ def block_sizes(
 
     For Hopper (227 KB of shared memory, 255 registers for a thread) and not yet measured: by arithmetic, accumulators,
     at r = 1 two [BLOCK_M, D], take at most 128 of a thread's registers up to r = 4, and tiles in flight fit shared
-    memory. As compiled, inner loops of D up to 128 keep all but a few numbers in registers, wider ones spill.
+    memory. As compiled, inner loops of D up to 128 keep all but a few numbers in registers, wider ones spill, and so
+    does float32's dQ of several signals.
 
     Args:
         kernel: which one.
