@@ -4,7 +4,6 @@
 
 import copy
 import math
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -199,8 +198,8 @@ class DiffLlamaAttention(nn.Module):
         input_shape = hidden_states.shape[:-1]
         query = self.q_proj(hidden_states).view(*input_shape, -1, self.map_dim)
         if query.shape[-2] % (self.signals_per_noise + 1):
-            rule = f"must be a multiple of the tensor-parallel processes, which hold {query.shape[-2]} query heads each"
-            raise ValueError(f"`num_noise_heads` {rule}, got {self.config.num_noise_heads}.")
+            noise = self.config.num_noise_heads
+            raise ValueError(f"`num_noise_heads` must be a multiple of the tensor-parallel processes, got {noise}.")
         key = self.k_proj(hidden_states).view(*input_shape, -1, self.map_dim)
         value = self.v_proj(hidden_states).view(*input_shape, -1, self.head_dim)
         differential_lambda = self.differential_lambda(hidden_states)
@@ -213,7 +212,6 @@ class DiffLlamaAttention(nn.Module):
         if self.diff_variant == "v1":
             query, key = pad_queries(query, self.signals_per_noise), join_keys(key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
 
@@ -237,13 +235,18 @@ class DiffLlamaAttention(nn.Module):
         return self.o_proj(attn_output.flatten(-2)), attn_weights
 
 
-def feed_forward(config: DiffLlamaConfig) -> nn.Module:
-    """Llama's, down(act(gate(x))·up(x)), or without a gate down(act(up(x)))."""
-    if config.gated_mlp:
-        return LlamaMLP(config)
-    up = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-    down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-    return nn.Sequential(OrderedDict(up_proj=up, act_fn=ACT2FN[config.hidden_act], down_proj=down))
+class DiffLlamaMLP(LlamaMLP):
+    """Llama's feed-forward, down(act(gate(x))·up(x)), for PolyNorm, or without a gate, down(act(up(x)))."""
+
+    def __init__(self, config: DiffLlamaConfig) -> None:
+        super().__init__(config)
+        if not config.gated_mlp:
+            del self.gate_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size] -> the same shape."""
+        up = self.up_proj(x[...])  # else engines fuse it with the gate and split the width that PolyNorm's means need
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * up if self.config.gated_mlp else self.act_fn(up))
 
 
 class DiffLlamaDecoderLayer(GradientCheckpointingLayer):
@@ -251,9 +254,8 @@ class DiffLlamaDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: DiffLlamaConfig, layer_idx: int) -> None:
         super().__init__()
-        self.hidden_size = config.hidden_size
         self.self_attn = DiffLlamaAttention(config, layer_idx)
-        self.mlp = feed_forward(config)
+        self.mlp = (LlamaMLP if config.gated_mlp and config.hidden_act != "poly_norm" else DiffLlamaMLP)(config)
         self.input_layernorm = DiffLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = DiffLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -406,7 +408,6 @@ class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
 
         kwargs |= {"position_ids": position_ids, "past_key_values": past_key_values, "use_cache": use_cache}
         kwargs["position_embeddings"] = self.rotary_emb(inputs_embeds, position_ids=position_ids)
-
         hidden_states = inputs_embeds
         for i, layer in enumerate(self.layers[: self.config.num_hidden_layers]):  # early-exit drafting lowers the count
             hidden_states = layer(hidden_states, attention_mask=masks[i], **kwargs)
@@ -464,9 +465,8 @@ class DifferentialLlamaForCausalLM(DifferentialLlamaPreTrainedModel, GenerationM
         if limit and past_key_values is not None and 0 < past_key_values.get_seq_length() <= limit < input_ids.shape[1]:
             past_key_values = None
             kwargs["next_sequence_length"] = None
-        return super().prepare_inputs_for_generation(
-            input_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds, **kwargs
-        )
+        kwargs |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """What `generate_batch` and servers call. Raises `ValueError` for LongRoPE.
