@@ -23,8 +23,8 @@ from diffllama.checkpoints.options import DTYPES, shard_size
 from diffllama.checkpoints.reading import check_tensors
 from diffllama.checkpoints.versions import VERSION
 from diffllama.checkpoints.writing import Progress, Step, write_shards
-from diffllama.conversion import transformers_models, unilm
-from diffllama.conversion.converters import Converter, find_converter
+from diffllama.conversion import unilm
+from diffllama.conversion.converters import find_converter
 from diffllama.conversion.transformers_models import TransformersModel
 from diffllama.conversion.unilm import UnilmModel
 from diffllama.conversion.verification import Verification, measure, tolerance_for
@@ -46,6 +46,7 @@ def convert(
     target: str | None = None,
     variant: str | None = None,
     gqa_layout: str | None = None,
+    noise_heads: int | None = None,
     revision: str | None = None,
     dtype: str = "auto",
     verify: bool | None = None,
@@ -67,6 +68,8 @@ def convert(
         variant: for source="llama": `"v2"` (default), bit-equal, or `"v1"`, a warm start, which is another function.
         gqa_layout: for source="unilm-v1" with grouped queries: `"grouped"` (default), or `"repeated"` if it was trained
             with `multihead_diffattn.py`.
+        noise_heads: for source="llama": how many noise heads the signal heads share, by default one each; fewer are a
+            warm start.
         revision: branch, tag or commit of a repository of the Hub.
         dtype: one of `DTYPES`; `"auto"` keeps that of every tensor (a GGUF file is expanded to float32).
         verify: whether to compute both sides' outputs and compare them before the folder appears; by default if the
@@ -88,7 +91,7 @@ def convert(
         OSError: the disk is too small, which is found before anything is written, or cannot be written.
         ImportError: `src` is a GGUF file and the packages of the extra `gguf` are not installed.
     """
-    converter = find_converter(source, target, variant, gqa_layout)
+    converter = find_converter(source, target, variant, gqa_layout, noise_heads)
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}.")
     shard_size(max_shard_size)
@@ -112,9 +115,9 @@ def convert(
     steps = plan(checkpoint.tensors, weight_map, ours, cast)
     for name, make in converter.new_weights(config).items():
         steps[name] = new_step(make, config.dtype)
-    to_unilm = target is not None and target.startswith("unilm")
+    loadable = target in (None, "transformers")  # by transformers
     part = isinstance(opened, UnilmModel) and opened.attention_only
-    if not (to_unilm or part):
+    if loadable and not part:
         results = {name: step.result for name, step in steps.items()}
         check_tensors(results, expected_tensors(config), f"What {src} becomes")
     nbytes = sum(step.result.nbytes for step in steps.values())
@@ -124,22 +127,18 @@ def convert(
         stem = "attention" if part else "model"
         fingerprint = write_shards(folder, steps, checkpoint, max_shard_size, stem, progress)
         opened.save_auxiliary_files(folder)
-        (unilm if to_unilm else transformers_models).save_config(config, folder)
-        if isinstance(opened, TransformersModel) and not to_unilm:
+        converter.save_config(config, folder)
+        if isinstance(opened, TransformersModel) and loadable:
             opened.pin_tokenizer_class(folder)
-        result: Outputs
-        if part:
-            result = partial(unilm.attention_outputs, folder, config)
-        elif to_unilm:
-            result = UnilmModel(folder, ours.diff_variant).outputs
-        else:
-            result = TransformersModel(folder, (config.model_type,)).outputs
+        result = partial(unilm.attention_outputs, folder, config) if part else converter.result(folder).outputs
         compared = "attention outputs" if part else "logits"
         source_outputs = partial(opened.outputs, rounded=cast)
-        verification = verified(verify, converter, config.dtype, nbytes, source_outputs, result, compared)
+        promised = tolerance_for(config.dtype, converter.bit_equal, converter.exact(ours))
+        needed = 1.5 * nbytes * promised[0].itemsize / config.dtype.itemsize
+        verification = verified(verify, promised, needed, source_outputs, result, compared)
         record = {
             "tool": f"diffllama {VERSION}",
-            "source": {"format": source or DiffLlamaConfig.model_type, "model_type": opened.config.model_type}
+            "source": {"format": source or DiffLlamaConfig.model_type, "model_type": opened.model_type}
             | origin(src)
             | {"index_sha256": checkpoint.index_sha256},
             "result": {
@@ -147,7 +146,7 @@ def convert(
                 "variant": ours.diff_variant,
                 "fingerprint": fingerprint,
             },
-            "options": {"variant": variant, "gqa_layout": gqa_layout, "dtype": dtype},
+            "options": {"variant": variant, "gqa_layout": gqa_layout, "noise_heads": noise_heads, "dtype": dtype},
             "verification": verification,
         }
         write_json(folder / "conversion.json", record)
@@ -189,18 +188,24 @@ def new_step(make: Callable[[], torch.Tensor], dtype: torch.dtype) -> Step:
 
 def verified(
     wanted: bool | None,
-    converter: Converter,
-    stored: torch.dtype,
-    nbytes: int,
+    promised: tuple[torch.dtype, float | None],
+    needed: float,
     source: Outputs,
     result: Outputs,
     compared: str,
 ) -> dict[str, Any]:
-    """Compares what a result with so many bytes of weights computes with what its source does, for conversion.json."""
+    """Compares what a result computes with what its source does, for conversion.json.
+
+    Args:
+        wanted: as `convert`'s `verify`.
+        promised: the dtype to compute in and the tolerance, see `tolerance_for`.
+        needed: bytes of memory that it takes.
+        source, result: what they compute.
+        compared: what that is, such as "logits".
+    """
     if wanted is False:
         return {"skipped": "not asked for"}
-    dtype, tolerance = tolerance_for(stored, converter.bit_equal, converter.exact)
-    needed, free = 1.5 * nbytes * dtype.itemsize / stored.itemsize, psutil.virtual_memory().available
+    (dtype, tolerance), free = promised, psutil.virtual_memory().available
     if wanted is None and needed > free:
         return {"skipped": f"needs {needed / 1e9:.3g} GB of memory, {free / 1e9:.3g} GB are free"}
 
@@ -211,8 +216,8 @@ def verified(
 
     verification = compare("sdpa")
     if not verification.passed and math.isfinite(verification.max_difference):
-        # Whether bits are equal is also up to the kernels that torch chooses for 2h heads and for h. Where it chooses
-        # other ones in sdpa, it need not in eager attention: equal bits there alone say less, and are reported so.
+        # Whether bits are equal is also up to the kernels that torch chooses for all heads and for signals alone. Where
+        # it chooses others in sdpa, it need not in eager attention: equal bits there say less, and are reported so.
         eager = compare("eager")
         if eager.passed:
             verification = replace(eager, sdpa_difference=verification.max_difference)

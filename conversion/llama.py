@@ -10,6 +10,11 @@ Training tells the two maps apart: their gradients are g and -g/2.
 V1: two heads that read neighbouring key/value heads (under multi-head attention, two neighbouring heads) become the two
 maps of one. λ vectors, λ_init and head norm begin as in the paper, so it is another function than the source: training
 has to make up for it.
+
+Fewer noise heads than signal heads (`noise_heads`) are a warm start too. V2: the noise query of a group is the mean of
+its signals', and the output projection is exact where the noise head's output is the mean of its group's outputs, as it
+is in a group of one. V1: the heads that read the first key/value head of a pair are signals, and the mean of the others
+in the same places is their group's noise.
 """
 
 from collections.abc import Callable
@@ -64,7 +69,7 @@ def _weight_map(query: tuple[Operation, ...], output: tuple[Operation, ...]) -> 
 
 
 WEIGHT_MAPS = {
-    "v2": _weight_map((operations.duplicate_heads,), (operations.double,)),
+    "v2": _weight_map((operations.append_noise_queries,), (operations.add_group_mean,)),
     "v1": _weight_map((operations.pair_query_heads,), (operations.pair_head_columns,)),
 }
 """Variant -> weight map."""
@@ -72,7 +77,7 @@ WEIGHT_MAPS = {
 
 def new_weights(config: DiffLlamaConfig) -> dict[str, Callable[[], torch.Tensor]]:
     """Our tensors that no tensor of the source becomes: λ's, and V1's head norm. They are always the same."""
-    heads, width = config.num_attention_heads // 2, config.rotary_dim
+    heads, width = config.num_signal_heads, config.rotary_dim
     new: dict[str, Callable[[], torch.Tensor]] = {}
     for i in range(config.num_hidden_layers):
         prefix = _ATTENTION.format(i=i)
@@ -89,25 +94,35 @@ def new_weights(config: DiffLlamaConfig) -> dict[str, Callable[[], torch.Tensor]
     return new
 
 
-def convert_config(source: PreTrainedConfig, variant: str) -> DiffLlamaConfig:
-    """The configuration with the same heads, each of two maps (V2), or with pairs of them as heads (V1).
+def convert_config(source: PreTrainedConfig, variant: str, noise_heads: int | None = None) -> DiffLlamaConfig:
+    """The configuration with the same heads as signals (V2), or with pairs of them as heads (V1).
 
-    Raises `ValueError` for a feature that a differential Llama lacks, and for heads that cannot be paired.
+    Raises `ValueError` for a feature that a differential Llama lacks, and for heads that cannot be paired or grouped.
     """
     for field in ("resid_pdrop", "embd_pdrop"):  # Phi-3
         if dropout := getattr(source, field, 0.0):
             raise ValueError(f"`{field}` of the source must be 0 (there is no such dropout), got {dropout}.")
     heads, key_value_heads = source.num_attention_heads, source.num_key_value_heads
     width = getattr(source, "head_dim", None) or source.hidden_size // heads
-    if variant == "v2":
-        attention = {"num_attention_heads": 2 * heads, "num_key_value_heads": key_value_heads, "head_dim": width}
-    else:
+    if variant == "v1":
         if key_value_heads % 2:
             raise ValueError(
                 "`num_key_value_heads` of the source must be even for variant='v1', which pairs neighbouring "
                 f"key/value heads, got {key_value_heads}. Use variant='v2'."
             )
-        attention = {"num_attention_heads": heads, "num_key_value_heads": key_value_heads // 2, "head_dim": 2 * width}
+        heads, key_value_heads, width = heads // 2, key_value_heads // 2, 2 * width
+    noise_heads = heads if noise_heads is None else noise_heads
+    if noise_heads < 1 or heads % noise_heads or noise_heads % key_value_heads:
+        raise ValueError(
+            f"`noise_heads` must divide the signal heads ({heads}) and be a multiple of the key/value heads "
+            f"({key_value_heads}), so that a group reads one of them, got {noise_heads}."
+        )
+    attention = {
+        "num_attention_heads": heads + noise_heads,
+        "num_noise_heads": noise_heads,
+        "num_key_value_heads": key_value_heads,
+        "head_dim": width,
+    }
     # A configuration keeps fields that its model does not read: only those that it reads may come along
     kind = source.model_type
     fields = {field: getattr(source, field) for field in SHARED_FIELDS if hasattr(source, field)}

@@ -3,8 +3,8 @@
 """Tensor operations that weight maps name.
 
 Each takes a tensor of the source, the configuration of our model, and whatever other tensors its rule adds. Letters as
-in DESIGN: h differential heads, D width of values, d = D/2, w the width that is rotated (d in V1, D in V2). `...` is
-[hidden] for a weight and nothing for a bias.
+in DESIGN: H query heads, s of them signals (h of 2h, where each has its own noise head), D width of values, d = D/2, w
+the width that is rotated (d in V1, D in V2). `...` is [hidden] for a weight and nothing for a bias.
 """
 
 import torch
@@ -22,14 +22,20 @@ def sizes(config: DiffLlamaConfig) -> tuple[int, int, int]:
 # Llama -> V2
 
 
-def duplicate_heads(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
-    """[h·D, ...] -> [2h·D, ...]: each head's D rows twice, as neighbours."""
-    return tensor.unflatten(0, (-1, sizes(config)[2])).repeat_interleave(2, dim=0).flatten(0, 1)
+def append_noise_queries(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
+    """[signal heads·D, ...] -> [H·D, ...]: behind the queries of each group their mean, which a single one equals."""
+    signals = tensor.unflatten(0, (config.num_noise_heads, config.signals_per_noise, -1))
+    return torch.cat((signals, signals.mean(1, keepdim=True)), dim=1).flatten(0, 2)
 
 
-def double(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
-    """Twice the tensor."""
-    return tensor * 2
+def add_group_mean(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
+    """[hidden, s·D] -> the same: adds to a signal head's columns the mean of its group's, which doubles a single one.
+
+    With λ = 1/2 and a noise head whose output n is the mean of its group's outputs o_s, the sum of W_s·o_s over the
+    group is that of (W_s + mean W)·(o_s - n/2).
+    """
+    columns = tensor.unflatten(1, (config.num_noise_heads, config.signals_per_noise, -1))
+    return (columns + columns.mean(2, keepdim=True)).flatten(1)
 
 
 # Fused projections -> their parts, before any other operation
@@ -70,18 +76,21 @@ def second_half(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
 
 
 def pair_query_heads(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
-    """[2h·d, ...] -> the same: query heads of neighbouring key/value heads become neighbours.
+    """[2s·d, ...] -> [H·d, ...]: heads that read the first key/value head of a pair are signals; the mean of the heads
+    in the same places that read its second one is their group's noise.
 
-    Heads come as [key/value pair, its first or second, group]; a pair of maps has to be [key/value pair, group, map].
+    Heads come as [key/value pair, its first or second, group, place in the group].
     """
-    maps, key_value_heads, width = sizes(config)
-    groups = maps // 2 // key_value_heads
-    return tensor.unflatten(0, (key_value_heads, 2, groups, width // 2)).transpose(1, 2).flatten(0, 3)
+    groups = tensor.unflatten(0, (sizes(config)[1], 2, -1, config.signals_per_noise, config.rotary_dim))
+    signals, noise = groups.unbind(1)
+    return torch.cat((signals, noise.mean(2, keepdim=True)), dim=2).flatten(0, 3)
 
 
 def pair_head_columns(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
-    """[hidden, 2h·d] -> the same: the output projection's columns in the order of `pair_query_heads`."""
-    return pair_query_heads(tensor.T, config).T
+    """[hidden, 2s·d] -> the same: behind the columns of each signal head those of the head in its place on the other
+    key/value head of the pair, for a head's value is those of both."""
+    columns = tensor.unflatten(1, (sizes(config)[1], 2, -1, config.rotary_dim))
+    return columns.transpose(2, 3).flatten(1)
 
 
 # transformers' diffllama <-> V1: maps (i, i + h) <-> neighbours
@@ -97,22 +106,25 @@ def halves_from_neighbours(tensor: torch.Tensor, config: DiffLlamaConfig) -> tor
     return tensor.unflatten(0, (-1, 2, sizes(config)[2] // 2)).transpose(0, 1).flatten(0, 2)
 
 
-def scale_to_our_epsilon(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
-    """Values for a head norm with ε = `head_norm_eps`, from values for one with ε = `rms_norm_eps`.
+def scale_to_their_epsilon(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
+    """Values for a head norm with ε = `rms_norm_eps`, from values for one with ε = `head_norm_eps`.
 
     RMSNorm with ε of c·x is RMSNorm with ε/c² of x.
     """
-    return tensor * (config.head_norm_eps / config.rms_norm_eps) ** 0.5
-
-
-def scale_to_their_epsilon(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
-    """The inverse of `scale_to_our_epsilon`."""
     return tensor * (config.rms_norm_eps / config.head_norm_eps) ** 0.5
 
 
 def fold_head_norm(tensor: torch.Tensor, config: DiffLlamaConfig, weight: torch.Tensor) -> torch.Tensor:
     """[hidden, h·D], [D] -> [hidden, h·D]: the head norm's weight goes into the columns that read it."""
     return (tensor * weight.repeat(tensor.shape[1] // len(weight))).to(tensor.dtype)
+
+
+# Perdix -> ours
+
+
+def flip(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
+    """[3] -> [3]: the weights of PolyNorm's linear, quadratic and cubic terms in our order, the cubic one first."""
+    return tensor.flip(0)
 
 
 # microsoft/unilm <-> ours: rotated pairs (2i, 2i + 1) <-> (i, i + w/2)

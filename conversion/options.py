@@ -7,18 +7,21 @@ from typing import Literal, get_args
 from diffllama.checkpoints.options import VARIANTS
 
 
-Source = Literal["llama", "transformers", "unilm-v1", "unilm-v2"]
-"""What can become ours: models of Llama's layout, transformers' own `diffllama`, microsoft/unilm's modules."""
+Source = Literal["llama", "transformers", "unilm-v1", "unilm-v2", "motif", "perdix"]
+"""What can become ours: models of Llama's layout, transformers' own `diffllama`, microsoft/unilm's modules, Motif 2 and
+Perdix."""
 
-Target = Literal["transformers", "unilm-v1", "unilm-v2"]
-"""What ours can become: `transformers` and `unilm-v1` if it is V1, `unilm-v2` if it is V2."""
+Target = Literal["transformers", "unilm-v1", "unilm-v2", "motif"]
+"""What ours can become: `unilm-v2` if it is V2, the others if it is V1."""
 
 GqaLayout = Literal["grouped", "repeated"]
 
 SOURCES, TARGETS, GQA_LAYOUTS = map(get_args, (Source, Target, GqaLayout))
 
 
-def check_conversion(source: str | None, target: str | None, variant: str | None, gqa_layout: str | None) -> None:
+def check_conversion(
+    source: str | None, target: str | None, variant: str | None, gqa_layout: str | None, noise_heads: int | None
+) -> None:
     """Raises `ValueError` if these arguments of `convert` name no conversion."""
     if (source is None) == (target is None):
         raise ValueError(f"Give `source` (one of {', '.join(SOURCES)}) or `target` (one of {', '.join(TARGETS)}).")
@@ -38,3 +41,5 @@ def check_conversion(source: str | None, target: str | None, variant: str | None
                 f"`{option}` is one of {', '.join(known)} and goes with source={owner!r}, got {value!r} with "
                 f"{source or target!r}."
             )
+    if noise_heads is not None and source != "llama":
+        raise ValueError(f"`noise_heads` goes with source='llama', got {noise_heads} with {source or target!r}.")

@@ -4,8 +4,10 @@
 
 Its head i of h is made of the query, key and value vectors i and i + h (of keys and values, j and j + their half),
 where ours are neighbours; its output projection reads heads in our order. It has no learned head norm, so ours goes
-into the output projection on the way out. That norm's ε is `rms_norm_eps`, where ours is 1e-5: values are scaled.
+into the output projection on the way out. That norm's ε is `rms_norm_eps`, where ours has its own: values are scaled.
 """
+
+import reprlib
 
 from transformers import DiffLlamaConfig as TransformersDiffLlamaConfig
 
@@ -23,10 +25,10 @@ _OUTPUT, _NORM = f"{_ATTENTION}o_proj.weight", f"{_ATTENTION}head_norm.weight"
 LAMBDAS = tuple(f"{_ATTENTION}lambda_{name}" for name in ("q1", "k1", "q2", "k2"))
 
 
-def _weight_map(reorder: Operation, scale: Operation) -> WeightMap:
+def _weight_map(reorder: Operation, *scale: Operation) -> WeightMap:
     heads = {
         f"{_ATTENTION}{name}_proj.{kind}": steps
-        for name, steps in (("q", (reorder,)), ("k", (reorder,)), ("v", (reorder, scale)))
+        for name, steps in (("q", (reorder,)), ("k", (reorder,)), ("v", (reorder, *scale)))
         for kind in ("weight", "bias")
     }
     copied = (*BODY, *LAMBDAS, _OUTPUT, f"{_ATTENTION}o_proj.bias")
@@ -34,7 +36,7 @@ def _weight_map(reorder: Operation, scale: Operation) -> WeightMap:
 
 
 FROM_TRANSFORMERS: WeightMap = {
-    **_weight_map(operations.neighbours_from_halves, operations.scale_to_our_epsilon),
+    **_weight_map(operations.neighbours_from_halves),
     f"{_ATTENTION}rotary_emb.inv_freq": None,
 }
 TO_TRANSFORMERS = _weight_map(operations.halves_from_neighbours, operations.scale_to_their_epsilon)
@@ -63,6 +65,7 @@ def convert_config(source: TransformersDiffLlamaConfig) -> DiffLlamaConfig:
         head_dim=2 * width,
         lambda_std_dev=source.lambda_std_dev,
         head_norm_affine=False,
+        head_norm_eps=source.rms_norm_eps,
     )
 
 
@@ -72,8 +75,11 @@ def convert_config_back(config: DiffLlamaConfig) -> TransformersDiffLlamaConfig:
         config,
         "transformers' diffllama",
         diff_variant="v1",
+        num_noise_heads=config.num_attention_heads // 2,
         lambda_init="exponential",
         head_norm=True,
+        hidden_act="silu" if config.hidden_act == "poly_norm" else config.hidden_act,
+        gated_mlp=True,
         mlp_bias=False,
         attention_out_bias=config.attention_bias,
         use_qk_norm=False,
@@ -99,7 +105,7 @@ def weight_map_back(config: DiffLlamaConfig) -> WeightMap:
 def refuse(config: DiffLlamaConfig, who: str, **required: object) -> None:
     """Raises `ValueError`, naming every field of ours that does not have the only value that the other side knows."""
     faults = [
-        f"`{field}` must be {value!r}, got {getattr(config, field)!r}"
+        f"`{field}` must be {reprlib.repr(value)}, got {reprlib.repr(getattr(config, field))}"
         for field, value in required.items()
         if getattr(config, field) != value
     ]

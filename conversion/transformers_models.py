@@ -17,6 +17,11 @@ from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 class TransformersModel(TransformersSource):
     """A checkpoint of a model of transformers whose outputs can be compared with those of another one."""
 
+    @property
+    def model_type(self) -> str:
+        """What transformers calls the model."""
+        return self.config.model_type
+
     def outputs(
         self, dtype: torch.dtype, implementation: str, rounded: torch.dtype | None = None
     ) -> list[torch.Tensor]:

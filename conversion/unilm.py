@@ -68,6 +68,7 @@ TO_UNILM: dict[str, WeightMap] = {
 LACKING: dict[str, object] = {
     "lambda_init": "exponential",
     "head_norm": True,
+    "head_norm_eps": 1e-5,
     "attention_bias": False,
     "attention_out_bias": False,
     "mlp_bias": False,
@@ -75,6 +76,7 @@ LACKING: dict[str, object] = {
     "no_rope_layers": None,
     "sliding_window": None,
     "hidden_act": "silu",
+    "gated_mlp": True,
 }
 """Fields of ours -> the only value that unilm's modules know."""
 
@@ -165,7 +167,7 @@ class UnilmModel:
         check_sizes(fields, file if file.is_file() else self.src)
         config = DiffLlamaConfig(**fields)
         config._attn_implementation = "eager"  # its own might have to be fetched, and is not the result's
-        refuse(config, f"a model in {self.model_type}'s layout", diff_variant=self.variant, **LACKING)
+        refuse_for_unilm(config, self.variant)
         return config
 
     @property
@@ -284,8 +286,14 @@ def convert_config(source: DiffLlamaConfig, gqa_layout: GqaLayout) -> DiffLlamaC
 
 def convert_config_back(config: DiffLlamaConfig, variant: Variant) -> DiffLlamaConfig:
     """The same configuration. Raises `ValueError` if it has what unilm's modules lack."""
-    refuse(config, f"a model in unilm-{variant}'s layout", diff_variant=variant, **LACKING)
+    refuse_for_unilm(config, variant)
     return config
+
+
+def refuse_for_unilm(config: DiffLlamaConfig, variant: Variant) -> None:
+    """Raises `ValueError` for what unilm's modules lack."""
+    pairs = config.num_attention_heads // 2
+    refuse(config, f"a model in unilm-{variant}'s layout", diff_variant=variant, num_noise_heads=pairs, **LACKING)
 
 
 def new_weights(config: DiffLlamaConfig) -> dict[str, Callable[[], torch.Tensor]]:

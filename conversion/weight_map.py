@@ -48,6 +48,11 @@ def find_rules(name: str, weight_map: WeightMap) -> tuple[tuple[Rule, ...], str]
     return None
 
 
+def inverse(weight_map: WeightMap) -> WeightMap:
+    """Gives what a map has renamed its old names again, for a map that makes one tensor of each. Values stay."""
+    return {rule.target: Rule(name) for name, rule in weight_map.items() if isinstance(rule, Rule)}
+
+
 def plan(
     source: Mapping[str, torch.Tensor], weight_map: WeightMap, config: DiffLlamaConfig, dtype: torch.dtype | None = None
 ) -> dict[str, Step]:

@@ -72,7 +72,8 @@ def writing(then: str) -> Iterator[Callable[[int, int], None]]:
 
 
 OPTIONS = {"source": "--from", "target": "--to"} | {
-    name: f"--{name.replace('_', '-')}" for name in ("variant", "gqa_layout", "revision", "dtype", "max_shard_size")
+    name: f"--{name.replace('_', '-')}"
+    for name in ("variant", "gqa_layout", "noise_heads", "revision", "dtype", "max_shard_size")
 }
 """Arguments of `diffllama.convert` -> the options of its command."""
 
@@ -105,6 +106,9 @@ def convert(
     gqa_layout: Annotated[
         GqaLayout | None, typer.Option(help="With --from unilm-v1: repeated if trained with multihead_diffattn.py.")
     ] = None,
+    noise_heads: Annotated[
+        int | None, typer.Option(metavar="N", help="With --from llama: fewer than signal heads, a warm start.")
+    ] = None,
     revision: Annotated[str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a repository.")] = None,
     dtype: Annotated[
         DType, typer.Option(metavar="DTYPE", help="Of the weights: float32, bfloat16, float16, or auto, the source's.")
@@ -122,6 +126,8 @@ def convert(
     --from llama         Llama, Mistral, Qwen2, Qwen3, SmolLM3, Phi-3, and GGUF
                          files of these -> V2, logits bit-identical in float32
                          and bfloat16; with --variant v1 -> V1, not exact
+    --from motif         Motif-2.6B and Motif-2-12.7B -> V1
+    --from perdix        Perdix -> V1
     --from transformers  transformers' own diffllama -> V1
     --from unilm-v1      microsoft/unilm's modules -> V1
     --from unilm-v2      microsoft/unilm's modules -> V2
@@ -130,7 +136,7 @@ def convert(
     Folders of ours load anywhere with trust_remote_code=True. DEST appears complete or not at all.
     """
     with named_as_options():
-        check_conversion(source, target, variant, gqa_layout)
+        check_conversion(source, target, variant, gqa_layout, noise_heads)
         shard_size(max_shard_size)
         err.print(f"Reading {src}", markup=False)
         if not locate(src, revision, ["config.json"]).exists():
@@ -149,6 +155,7 @@ def convert(
                 target=target,
                 variant=variant,
                 gqa_layout=gqa_layout,
+                noise_heads=noise_heads,
                 revision=revision,
                 dtype=dtype,
                 verify=verify,

@@ -163,7 +163,7 @@ def test_record_and_card_tell_source_result_and_verification_and_no_path(source:
     sha256, digest = hashlib.sha256(header).hexdigest(), fingerprint(open_checkpoint(folder))
     assert record["source"] == {"format": "llama", "model_type": "llama", "name": "src", "index_sha256": sha256}
     assert record["result"] == {"format": "diff_llama", "variant": "v2", "fingerprint": digest}
-    assert record["options"] == {"variant": None, "gqa_layout": None, "dtype": "bfloat16"}
+    assert record["options"] == {"variant": None, "gqa_layout": None, "noise_heads": None, "dtype": "bfloat16"}
     assert record["verification"].items() >= {
         "compared": "logits", "dtype": "bfloat16", "bit_equal": True, "max_difference": 0.0, "passed": True,
         "attn_implementation": "sdpa", "sdpa_difference": None,
@@ -361,6 +361,7 @@ def test_what_cannot_be_converted_is_refused_and_nothing_changes(name: str, tmp_
         ({"variant": "v3"}, "`variant` is one of v1, v2 and goes with source='llama', got 'v3'"),
         ({"source": "unilm-v1", "variant": "v1"}, "`variant` .* goes with source='llama', got 'v1' with 'unilm-v1'"),
         ({"gqa_layout": "repeated"}, "`gqa_layout` .* goes with source='unilm-v1', got 'repeated' with 'llama'"),
+        ({"source": "motif", "noise_heads": 8}, "`noise_heads` goes with source='llama', got 8 with 'motif'"),
         ({"source": None, "target": "unilm-v1", "gqa_layout": "grouped"}, "`gqa_layout` .* got 'grouped' with 'unilm"),
     ],
     ids=str,

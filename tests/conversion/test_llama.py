@@ -154,11 +154,11 @@ def test_training_tells_the_two_maps_of_a_head_apart(source: Path, tmp_path: Pat
     torch.testing.assert_close(second, -first / 2)
 
 
-@pytest.mark.parametrize("variant", WEIGHT_MAPS)
-@pytest.mark.parametrize("case", [case for case in CASES if case != "mqa-biases"])
-def test_weight_map_makes_every_tensor_of_ours(case: str, variant: str) -> None:
+@pytest.mark.parametrize(("variant", "noise_heads"), [("v2", None), ("v2", 2), ("v1", None), ("v1", 1)])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("mqa-biases", "mha")])
+def test_weight_map_makes_every_tensor_of_ours(case: str, variant: str, noise_heads: int | None) -> None:
     source = source_config(case)
-    config = convert_config(source, variant)
+    config = convert_config(source, variant, noise_heads)
     converted = {
         name: step.result for name, step in plan(expected_tensors(source), WEIGHT_MAPS[variant], config).items()
     }
@@ -301,3 +301,48 @@ def test_v1_says_that_it_is_another_function_and_by_how_much(source: Path, tmp_p
 def test_v1_needs_an_even_number_of_key_value_heads(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"`num_key_value_heads` .* must be even .* got 1\. Use variant='v2'"):
         convert(llama(tmp_path / "src", num_key_value_heads=1), tmp_path / "dest", variant="v1")
+
+
+# Fewer noise heads than signal heads
+
+
+def test_groups_of_equal_queries_have_the_sources_logits(source: Path, tmp_path: Path) -> None:
+    def repeat(weights: dict[str, torch.Tensor]) -> None:
+        for i in range(2):
+            queries = weights[f"model.layers.{i}.self_attn.q_proj.weight"].view(2, 2, -1)
+            queries[:, 1] = queries[:, 0]
+
+    edit_weights(source, repeat)
+    folder = convert(source, tmp_path / "dest", noise_heads=2, verify=True)
+    expected, got = (logits(AutoModelForCausalLM.from_pretrained(place)) for place in (source, folder))
+    assert expected.std() > 0.1
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("variant", "noise_heads", "heads"), [("v2", 2, (6, 2, 2)), ("v1", 1, (3, 1, 1))])
+def test_groups_say_that_they_are_another_function(
+    variant: str, noise_heads: int, heads: tuple[int, int, int], source: Path, tmp_path: Path
+) -> None:
+    folder = convert(source, tmp_path / "dest", variant=variant, noise_heads=noise_heads)
+    config = DiffLlamaForCausalLM.from_pretrained(folder).config
+    assert (config.num_attention_heads, config.num_noise_heads, config.num_key_value_heads) == heads
+    assert verification(folder)["tolerance"] is None
+    assert verification(folder)["max_difference"] > 0
+    assert json.loads((folder / "conversion.json").read_text())["options"]["noise_heads"] == noise_heads
+
+
+def test_noise_head_for_every_signal_head_is_exact(source: Path, tmp_path: Path) -> None:
+    assert verification(convert(source, tmp_path / "dest", noise_heads=4))["bit_equal"] is True
+
+
+@pytest.mark.parametrize(
+    ("variant", "noise_heads", "counts"),
+    [("v2", 3, (4, 2)), ("v2", 1, (4, 2)), ("v2", 0, (4, 2)), ("v2", 8, (4, 2)), ("v1", 4, (2, 1)), ("v1", -1, (2, 1))],
+)
+def test_noise_heads_that_make_no_groups_are_refused(
+    variant: str, noise_heads: int, counts: tuple[int, int], source: Path, tmp_path: Path
+) -> None:
+    rule = rf"`noise_heads` must divide the signal heads \({counts[0]}\) .* key/value heads \({counts[1]}\)"
+    with pytest.raises(ValueError, match=rf"{rule}.*, got {noise_heads}\."):
+        convert(source, tmp_path / "dest", variant=variant, noise_heads=noise_heads)
+    assert not (tmp_path / "dest").exists()

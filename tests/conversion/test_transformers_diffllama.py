@@ -25,6 +25,10 @@ from support.llama_checkpoints import SIZES, add_tokenizer, save_model, snapshot
 from support.tiny_models import tiny_config, tokens
 
 
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "original_max_position_embeddings": 16,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "mha": {"num_key_value_heads": 8},
     "groups-2": {"num_key_value_heads": 4},
@@ -32,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "biases": {"num_key_value_heads": 4, "attention_bias": True},
     "narrow-heads": {"head_dim": 6, "num_key_value_heads": 4},
     "other-epsilon": {"num_key_value_heads": 4, "rms_norm_eps": 1e-2},
+    "llama3": {"num_key_value_heads": 2, "max_position_embeddings": 256, "rope_parameters": LLAMA3},
 }
 """Fields of transformers' configuration."""
 
@@ -41,7 +46,7 @@ OURS: dict[str, dict[str, Any]] = {
     "groups-4-tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
     "biases": {"attention_bias": True},
     "no-weight-in-norm": {"head_norm_affine": False},
-    "other-epsilon": {"rms_norm_eps": 1e-2},
+    "other-epsilon": {"rms_norm_eps": 1e-2, "head_norm_eps": 1e-4},
 }
 convert_from = partial(convert, source="transformers")
 convert_to = partial(convert, target="transformers")
@@ -118,6 +123,7 @@ def test_ours_becomes_theirs_with_the_same_logits_and_without_code(case: str, tm
         ("groups-4-tied", torch.float32, {"max_shard_size": "30KB"}),
         ("biases", torch.float16, {}),
         ("narrow-heads", torch.bfloat16, {}),
+        ("other-epsilon", torch.bfloat16, {}),
     ],
     ids=str,
 )
@@ -140,6 +146,9 @@ def test_conversion_there_and_back_gives_the_same_bits(
     [
         ({"diff_variant": "v2"}, "become transformers' diffllama: `diff_variant` must be 'v1', got 'v2'"),
         ({"lambda_init": 0.5}, "`lambda_init` must be 'exponential', got 0.5"),
+        ({"num_noise_heads": 2}, "`num_noise_heads` must be 4, got 2"),
+        ({"hidden_act": "poly_norm"}, "`hidden_act` must be 'silu', got 'poly_norm'"),
+        ({"gated_mlp": False}, "`gated_mlp` must be True, got False"),
         ({"head_norm": False}, "`head_norm` must be True, got False"),
         ({"mlp_bias": True}, "`mlp_bias` must be False, got True"),
         ({"attention_out_bias": True}, "`attention_out_bias` must be False, got True"),
@@ -157,6 +166,20 @@ def test_what_theirs_lacks_is_refused_by_name(fields: dict[str, Any], named: str
     with pytest.raises(ValueError, match=named):
         convert_to(source, tmp_path / "dest")
     assert snapshot(tmp_path) == before
+
+
+def test_diffllama_1b_has_every_tensor() -> None:
+    """The sizes of kajuma/DiffLlama-1B."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
+    rope = LLAMA3 | {"factor": 32.0, "original_max_position_embeddings": 8192}
+    source = TransformersDiffLlamaConfig(
+        **sizes, **heads, rope_parameters=rope, max_position_embeddings=131072, rms_norm_eps=1e-5
+    )
+    config = convert_config(source)
+    result = planned(expected_tensors(source), FROM_TRANSFORMERS, config)
+    assert shapes(result) == shapes(expected_tensors(config))
+    assert (config.num_key_value_heads, config.head_dim, config.rope_parameters) == (4, 128, rope)
 
 
 @pytest.mark.parametrize("heads", [(7, 7), (8, 1)], ids=str)

@@ -321,6 +321,10 @@ def test_v2_read_as_v1_names_the_tensors_of_v1(tmp_path: Path) -> None:
     [
         ("v2", {}, "`diff_variant` must be 'v1', got 'v2'"),
         ("v1", {"lambda_init": 0.5}, "`lambda_init` must be 'exponential', got 0.5"),
+        ("v1", {"num_noise_heads": 2}, "`num_noise_heads` must be 4, got 2"),
+        ("v1", {"head_norm_eps": 1e-6}, "`head_norm_eps` must be 1e-05, got 1e-06"),
+        ("v1", {"hidden_act": "poly_norm"}, "`hidden_act` must be 'silu', got 'poly_norm'"),
+        ("v1", {"gated_mlp": False}, "`gated_mlp` must be True, got False"),
         ("v1", {"head_norm": False}, "`head_norm` must be True"),
         ("v1", {"use_qk_norm": True}, "`use_qk_norm` must be False"),
         ("v1", {"no_rope_layers": [0, 1]}, "`no_rope_layers` must be None"),

@@ -3,7 +3,7 @@ import torch
 
 from diffllama import DiffLlamaConfig
 from diffllama.checkpoints.errors import CheckpointError
-from diffllama.conversion.weight_map import Rule, WeightMap, plan
+from diffllama.conversion.weight_map import Rule, WeightMap, inverse, plan
 from support.llama_checkpoints import apply
 from support.tiny_models import tiny_config
 
@@ -26,6 +26,11 @@ def double(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
 
 def append(tensor: torch.Tensor, config: DiffLlamaConfig, *others: torch.Tensor) -> torch.Tensor:
     return torch.cat((tensor, *others))
+
+
+def test_inverse_gives_old_names_again_and_leaves_out_what_was_dropped() -> None:
+    weight_map: WeightMap = {"{i}.a": Rule("layers.{i}.b"), "c": Rule("c", (double,)), "d": None}
+    assert inverse(weight_map) == {"layers.{i}.b": Rule("{i}.a"), "c": Rule("c")}
 
 
 # plan: names

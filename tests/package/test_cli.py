@@ -248,13 +248,16 @@ def test_every_option_reaches_the_conversion(
 
     monkeypatch.setattr("diffllama.conversion.engine.convert", convert)
     monkeypatch.setattr("diffllama.cli.locate", lambda src, revision, patterns: tmp_path)
-    options = "--from unilm-v1 --gqa-layout repeated --revision main --dtype float16 --verify --overwrite"
+    monkeypatch.setattr("diffllama.cli.check_conversion", lambda *arguments: None)  # some do not go together
+    options = (
+        "--from unilm-v1 --gqa-layout repeated --noise-heads 2 --revision main --dtype float16 --verify --overwrite"
+    )
     assert call(capsys, "convert", "some/model", "dest", *options.split(), "--max-shard-size", "1GB")[0] == 0
     assert callable(given.pop("progress"))
     assert given == {
         "src": "some/model", "dest": Path("dest"), "source": "unilm-v1", "target": None, "variant": None,
-        "gqa_layout": "repeated", "revision": "main", "dtype": "float16", "verify": True, "overwrite": True,
-        "max_shard_size": "1GB",
+        "gqa_layout": "repeated", "noise_heads": 2, "revision": "main", "dtype": "float16", "verify": True,
+        "overwrite": True, "max_shard_size": "1GB",
     }  # fmt: skip
     assert call(capsys, "convert", "src", "dest", "--to", "unilm-v2")[0] == 0
     assert (given["source"], given["target"], given["verify"], given["dtype"]) == (None, "unilm-v2", None, "auto")
@@ -356,7 +359,7 @@ class TestHubFolders:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("", "Give --from (one of llama, transformers, unilm-v1, unilm-v2) or --to (one of transformers, "),
+        ("", "Give --from (one of llama, transformers, unilm-v1, unilm-v2, motif, perdix) or --to (one of transf"),
         ("--from llama --to transformers", "Give --from"),
         ("--to llama", "V2 has no stock target"),
         (
@@ -364,6 +367,8 @@ class TestHubFolders:
             "--gqa-layout is one of grouped, repeated and goes with --from unilm-v1",
         ),
         ("--to unilm-v1 --variant v1", "--variant is one of v1, v2 and goes with --from llama, got 'v1'"),
+        ("--from perdix --noise-heads 2", "--noise-heads goes with --from llama, got 2 with 'perdix'"),
+        ("--from llama --noise-heads 3", "--noise-heads must divide the signal heads (4)"),
         ("--from llama --max-shard-size much", "--max-shard-size must be a number of bytes or a text like"),
         ("--from llama --revision main", "--revision goes with a repository of the Hub"),
     ],
