@@ -19,9 +19,9 @@ from transformers import PreTrainedConfig
 from diffllama import DiffLlamaConfig
 from diffllama.checkpoints.models import meta_model
 from diffllama.configuration import SHARED_FIELDS, baseline
-from diffllama.conversion import llama, operations, transformers_diffllama, unilm
+from diffllama.conversion import llama, operations, perdix, transformers_diffllama, unilm
 from diffllama.conversion.verification import measure, token_ids
-from diffllama.conversion.weight_map import Operation, Rule, WeightMap, plan
+from diffllama.conversion.weight_map import Operation, Rule, WeightMap, inverse, plan
 
 
 Weights = dict[str, torch.Tensor]
@@ -30,6 +30,7 @@ Logits = Callable[[Weights], torch.Tensor]
 SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "rms_norm_eps": 1e-5}
 V1 = DiffLlamaConfig(**SIZES, num_attention_heads=8, num_key_value_heads=2, head_dim=64)
 V2 = DiffLlamaConfig(**SIZES, diff_variant="v2", num_attention_heads=8, num_key_value_heads=2, head_dim=64)
+UNGATED = DiffLlamaConfig(**SIZES, num_attention_heads=8, head_dim=64, hidden_act="poly_norm", gated_mlp=False)
 PLAIN_V1 = unilm.convert_config(V1, "repeated")
 THEIRS = transformers.DiffLlamaConfig(
     **{field: getattr(V1, field) for field in SHARED_FIELDS if field not in ("mlp_bias", "dtype")},
@@ -79,7 +80,7 @@ def without(weight_map: WeightMap, operation: Operation) -> WeightMap:
 
 
 def heads_in_blocks(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
-    """A wrong `duplicate_heads`: all heads once, then all heads again."""
+    """A wrong `append_noise_queries`: all heads once, then all heads again."""
     return torch.cat((tensor, tensor))
 
 
@@ -108,7 +109,7 @@ def rows() -> list[tuple[str, str, float, float]]:
     query = "model.layers.{i}.self_attn.q_proj.weight"
     add(
         "llama → V2", random_weights(source), model_logits(source), model_logits(V2), V2,
-        {"nothing": right, "doubling o_proj": without(right, operations.double),
+        {"nothing": right, "doubling o_proj": without(right, operations.add_group_mean),
          "neighbours: heads copied in blocks": {**right, query: Rule(query, (heads_in_blocks,))}},
         {name: make() for name, make in llama.new_weights(V2).items()},
     )  # fmt: skip
@@ -137,6 +138,13 @@ def rows() -> list[tuple[str, str, float, float]]:
         if gqa_layout == "repeated":
             wrong = {"its keys: taken for grouped ones": unilm.FROM_UNILM["v1", "grouped"]}
             add(title, weights, expected, model_logits(V1), V1, wrong)
+    right = perdix.FROM_PERDIX
+    add(
+        "perdix → V1", random_weights(UNGATED, inverse(right)),
+        lambda weights: perdix.logits(token_ids(512, 32), weights, UNGATED), model_logits(UNGATED), UNGATED,
+        {"nothing": right, "interleaved → half": without(right, operations.half_from_interleaved),
+         "PolyNorm's order": without(right, operations.flip)},
+    )  # fmt: skip
     return table
 
 
