@@ -2,13 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converting streams: its time and its memory, beside a plain copy of the same files. Linux only.
 
-Usage: python -m benchmarks.conversion [--gigabytes 8] [--rounds 3] [--folder DIR] [--json FILE]
+Usage: python -m benchmarks.conversion [--model llama] [--gigabytes 8] [--rounds 3] [--folder DIR] [--json FILE]
 
-The source is a Llama in bfloat16 with random weights, in a temporary folder that is removed at the end. The cases:
+The source has random weights, in a temporary folder that is removed at the end. It is a Llama in bfloat16, or, with
+`--model motif`, a Motif in float32: with `--gigabytes 10.39` it is as large as Motif-2.6B. The cases:
 
     copy      `shutil.copytree`
     engine    the conversion's engine with a map that copies every tensor (no real conversion does only that)
-    convert   `convert(source="llama", verify=False)`, which duplicates queries and doubles output projections
+    convert   `convert(source=..., verify=False)`, which duplicates a Llama's queries and doubles its output
+              projections, and renames a Motif's tensors
 
 Each runs in a fresh process, in turn, in rotating order. Before, everything is on the disk and nothing of the source in
 the page cache. Times begin after the imports and include fsync of the result. An uncounted round comes first; its
@@ -27,7 +29,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import safetensors
 import torch
@@ -44,12 +46,14 @@ from diffllama import DiffLlamaConfig
 from diffllama.checkpoints.models import expected_tensors
 from diffllama.checkpoints.reading import open_checkpoint
 from diffllama.checkpoints.writing import write_shards
+from diffllama.conversion import motif
 from diffllama.conversion.engine import convert
 from diffllama.conversion.weight_map import Rule, plan
 
 
-def llama(nbytes: float) -> transformers.LlamaConfig:
-    """A Llama of about so many bytes in bfloat16, as wide as one of 8B, or half, a quarter ... if it is too small."""
+def llama(nbytes: float, folder: Path) -> dict[str, torch.Tensor]:
+    """Writes the configuration of a Llama of about so many bytes in bfloat16, as wide as one of 8B, or half, a quarter
+    ... if it is too small, and returns its tensors on the meta device."""
     for scale in (1, 2, 4, 8, 16, 32):
         hidden, intermediate, vocab = 4096 // scale, 14336 // scale, 32000 // scale
         layers = round((nbytes / 2 - 2 * vocab * hidden) / (2.5 * hidden**2 + 3 * hidden * intermediate))
@@ -57,16 +61,36 @@ def llama(nbytes: float) -> transformers.LlamaConfig:
             break
     sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "vocab_size": vocab}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": max(layers, 1)}
-    return transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=False, dtype=torch.bfloat16)
-
-
-def generate(config: transformers.LlamaConfig, folder: Path) -> list[int]:
-    """Writes a checkpoint, with one shard in memory at a time, and returns the sizes of its tensors in bytes."""
+    config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=False, dtype=torch.bfloat16)
     config.save_pretrained(folder)
-    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in expected_tensors(config).items()}
+    return {name: tensor.to(torch.bfloat16) for name, tensor in expected_tensors(config).items()}
+
+
+def motif_2(nbytes: float, folder: Path) -> dict[str, torch.Tensor]:
+    """The same of a Motif in float32, as wide as Motif-2.6B."""
+    for scale in (1, 2, 4, 8, 16, 32):
+        hidden, intermediate, vocab = 2048 // scale, 8192 // scale, 219520 // scale
+        layers = max(1, round((nbytes / 4 - vocab * hidden) / (4 * hidden**2 + 3 * hidden * intermediate)))
+        if layers >= 4:
+            break
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "vocab_size": vocab, "num_hidden_layers": layers}
+    activation = {"hidden_act": "poly_norm", "lambda_init": motif.lambda_init(layers)}
+    config = DiffLlamaConfig(**sizes, **activation, num_attention_heads=16, tie_word_embeddings=True, dtype="float32")
+    folder.mkdir()
+    motif.save_config(config, folder)
+    return {name: step.result for name, step in plan(expected_tensors(config), motif.TO_MOTIF, config).items()}
+
+
+MODELS: dict[str, Callable[[float, Path], dict[str, torch.Tensor]]] = {"llama": llama, "motif": motif_2}
+
+
+def generate(model: str, nbytes: float, folder: Path) -> list[int]:
+    """Writes a checkpoint, with one shard in memory at a time, and returns the sizes of its tensors in bytes."""
+    tensors = MODELS[model](nbytes, folder)
     pattern = "model{suffix}.safetensors"
     split = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size="2GB")
-    numbers = (0.02 * torch.randn(9_999_991, generator=torch.Generator().manual_seed(0))).to(torch.bfloat16)
+    numbers = 0.02 * torch.randn(9_999_991, generator=torch.Generator().manual_seed(0))
+    numbers = numbers.to(next(iter(tensors.values())).dtype)
 
     def values(name: str) -> torch.Tensor:  # the same numbers over and over, from another place on for every name
         begin, count = 7919 * list(tensors).index(name), tensors[name].numel()
@@ -88,10 +112,15 @@ def copy_tensors(src: Path, dest: Path) -> None:
     write_shards(dest, steps, checkpoint)
 
 
+def settings(src: Path) -> dict[str, Any]:
+    """A source's config.json."""
+    return json.loads((src / "config.json").read_bytes())
+
+
 CASES: dict[str, Callable[[Path, Path], object]] = {
     "copy": shutil.copytree,
     "engine": copy_tensors,
-    "convert": lambda src, dest: convert(src, dest, source="llama", verify=False),
+    "convert": lambda src, dest: convert(src, dest, source=settings(src)["model_type"].lower(), verify=False),
 }
 
 
@@ -122,25 +151,25 @@ def measure_afresh(case: str, src: Path, dest: Path) -> dict[str, float]:
 
 def check(case: str, src: Path, dest: Path) -> None:
     """Raises unless some tensors of a case's result, in the first and the last layer, have the values they must."""
-    config = transformers.LlamaConfig.from_pretrained(src)
-    source, result = open_checkpoint(src), open_checkpoint(dest)
-    for i in (0, config.num_hidden_layers - 1):
+    config, source, result = settings(src), open_checkpoint(src), open_checkpoint(dest)
+    changed = case == "convert" and config["model_type"] == "llama"
+    for i in (0, config["num_hidden_layers"] - 1):
         for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj"):
             expected, got = (each.read(f"model.layers.{i}.{name}.weight") for each in (source, result))
-            if case == "convert" and "q_proj" in name:
-                expected = expected.unflatten(0, (-1, config.head_dim)).repeat_interleave(2, 0).flatten(0, 1)
-            elif case == "convert" and "o_proj" in name:
+            if changed and "q_proj" in name:
+                expected = expected.unflatten(0, (-1, config["head_dim"])).repeat_interleave(2, 0).flatten(0, 1)
+            elif changed and "o_proj" in name:
                 expected = expected + expected
             torch.testing.assert_close(got, expected, rtol=0, atol=0, msg=f"{case}: {name} of layer {i} is wrong.")
 
 
-def run(folder: Path, gigabytes: float, rounds: int, console: Console) -> dict[str, dict[str, Any]]:
+def run(folder: Path, model: str, gigabytes: float, rounds: int, console: Console) -> dict[str, dict[str, Any]]:
     """Checks and measures all cases in an empty folder. See the module's docstring."""
     where = machine("cpu") | {"rounds": rounds, "safetensors": safetensors.__version__}
-    generate(llama(3e6), folder / "tiny")
-    convert(folder / "tiny", folder / "converted", source="llama", verify=True)  # raises if a logit differs
+    generate(model, 3e6, folder / "tiny")
+    convert(folder / "tiny", folder / "converted", source=model, verify=True)  # raises if a logit differs
     src, dest = folder / "source", folder / "result"
-    sizes = generate(llama(gigabytes * 1e9), src)
+    sizes = generate(model, gigabytes * 1e9, src)
     where |= {"source MB": sum(sizes) / 1e6, "largest tensor MB": max(sizes) / 1e6}
     for case in CASES:
         console.print(f"checking {case}")
@@ -164,6 +193,7 @@ def run(folder: Path, gigabytes: float, rounds: int, console: Console) -> dict[s
 
 
 def main(
+    model: Annotated[Literal["llama", "motif"], typer.Option(help="What the source is.")] = "llama",
     gigabytes: Annotated[float, typer.Option(min=1e-3, help="Size of the source.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="How often each case is measured in turn.")] = 3,
     folder: Annotated[Path | None, typer.Option(help="An existing folder on the disk to use.")] = None,
@@ -175,7 +205,7 @@ def main(
         if free < needed:
             sys.exit(f"{work} has {free:.1f} GB left, {needed:.1f} are needed: try --folder or --gigabytes")
         console = Console(width=120)
-        report = run(Path(work), gigabytes, rounds, console)
+        report = run(Path(work), model, gigabytes, rounds, console)
     table = Table("case", "seconds (spread)", "before fsync", "MB/s", "of the copy", "peak MB", "MB after imports")
     for case, row in report["results"].items():
         times = [measured["seconds"] for measured in row["runs"]]

@@ -9,8 +9,9 @@ from benchmarks import conversion
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", conversion.MODELS)
 def test_benchmark_measures_every_case_and_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, report = tmp_path / "folder", tmp_path / "out.json"
     folder.mkdir()
@@ -21,7 +22,7 @@ def test_benchmark_measures_every_case_and_leaves_nothing_behind(
         return (afresh if case == "convert" else conversion.measure)(case, *folders)
 
     monkeypatch.setattr(conversion, "measure_afresh", measure)
-    conversion.main(gigabytes=0.01, rounds=1, folder=folder, json_file=report)
+    conversion.main(model=model, gigabytes=0.01, rounds=1, folder=folder, json_file=report)
     assert sorted(measured_afresh) == ["convert", "copy", "engine"]
     results = json.loads(report.read_text())["results"]
     assert set(results) == {"copy", "engine", "convert"}
