@@ -124,7 +124,7 @@ def model_card(
         revision: the full hash of the commit that the example code loads.
     """
     config, conversion, metadata = facts.config, facts.conversion, without_local_paths(metadata or {})
-    unilm = conversion is not None and conversion["result"]["format"].startswith("unilm")
+    loadable = conversion is None or conversion["result"]["format"] in (config.model_type, "transformers")
     task = TASKS[facts.architecture]
     if conversion is not None and "revision" in conversion["source"]:
         metadata.setdefault("base_model", conversion["source"]["name"])
@@ -138,7 +138,7 @@ def model_card(
     tags = ["diffllama", "differential-attention", f"diff-{config.diff_variant}"]
     generated = {*tags, *(f"diff-{variant}" for variant in VARIANTS)}
     metadata["tags"] = tags + [tag for tag in as_list(metadata.get("tags")) if tag not in generated]
-    if not facts.part and not unilm:
+    if not facts.part and loadable:
         metadata |= {"library_name": "transformers", "pipeline_tag": task.pipeline_tag}
     data = ModelCardData(**metadata)
     if facts.evaluation:

@@ -79,6 +79,23 @@ def test_commands_of_accelerate_fit_the_processes_of_their_file() -> None:
         assert config.max_position_embeddings >= settings["sequence_length"]
 
 
+def test_commands_for_public_checkpoints_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def locate(src: str, *_: object) -> Path:
+        asked.append(src)
+        raise FileNotFoundError("no network")
+
+    monkeypatch.setattr("diffllama.cli.locate", locate)
+    text = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8")
+    commands = [line.split()[1:] for line in text.splitlines() if line.startswith("diffllama convert ")]
+    for words in commands:
+        result = CliRunner().invoke(app, words)
+        assert (result.exit_code, "no network" in result.output) == (1, True), result.output
+    assert asked == [words[1] for words in commands]
+    assert len(asked) >= 6
+
+
 @pytest.mark.slow
 def test_command_line_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tmp_path / "path/to/llama", transformers.LlamaConfig(**SIZES))

@@ -36,7 +36,7 @@ def record(result: str = "diff_llama", **source: Any) -> dict[str, Any]:
         "tool": "diffllama 9.9",
         "source": {"format": "llama", "model_type": "llama", "name": "some-llama", "index_sha256": "abc", **source},
         "result": {"format": result, "variant": "v2"},
-        "options": {"variant": None, "gqa_layout": None, "dtype": "auto"},
+        "options": {"variant": None, "gqa_layout": None, "noise_heads": None, "dtype": "auto"},
         "verification": {
             "compared": "logits", "dtype": "float32", "sequences": 3, "length": 32, "max_difference": 0.00123,
             "mean_difference": 0.0, "largest_output": 7.5, "bit_equal": False, "same_top_token": 0.5, "tolerance": 0.1,
@@ -185,7 +185,7 @@ class TestText:
         assert "| headwise normalization | none |" in plain
 
     @pytest.mark.parametrize("variant", VARIANTS)
-    @pytest.mark.parametrize("result", ["transformers", "unilm-v1", "unilm-v2"])
+    @pytest.mark.parametrize("result", ["transformers", "unilm-v1", "unilm-v2", "motif"])
     def test_other_formats_do_not_load_with_our_code(self, result: str, variant: str) -> None:
         card = model_card(facts(variant, conversion=record(result, format="diff_llama")), "model")
         assert f"converted to {result}" in card.text
@@ -194,6 +194,16 @@ class TestText:
         languages, library = ({"bibtex", "python"}, "transformers") if result == "transformers" else ({"bibtex"}, None)
         assert set(re.findall(r"```(\w+)", card.text)) == languages
         assert card.data.library_name == library
+
+    @pytest.mark.parametrize(
+        ("variant", "fields", "source", "warm"),
+        [("v2", {}, "llama", False), ("v1", {}, "llama", True), ("v2", EVERY_FEATURE, "llama", True),
+         ("v1", EVERY_FEATURE, "motif", False)],
+    )  # fmt: skip
+    def test_warm_start_says_so(self, variant: str, fields: dict[str, Any], source: str, warm: bool) -> None:
+        text = model_card(facts(variant, fields, conversion=record(format=source)), "model").text
+        assert ("a warm start, not an exact conversion" in text) == warm
+        assert ("stay identical until you train" in text) == (source == "llama" and not warm)
 
     def test_unverified_attention_alone_is_described(self) -> None:
         unverified = record(format="unilm-v1") | {"verification": {"skipped": "not asked for"}}
