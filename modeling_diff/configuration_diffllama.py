@@ -6,12 +6,12 @@ import copy
 import functools
 import reprlib
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any, Literal, NoReturn
 
 import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError, StrictDataclassFieldValidationError
+from transformers import __version__
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
@@ -25,7 +25,7 @@ AUTO_MAP = {
 }
 """Auto class -> the class that it loads, as `file.Class` in a Hub folder."""
 
-SUMS_OWN_GRADIENTS = find_spec("transformers.distributed.tensor_parallel") is not None  # older ones: of submodules too
+SUMS_OWN_GRADIENTS = tuple(map(int, __version__.split(".")[:2])) >= (5, 23)  # older ones: of submodules too
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 BOUNDS: dict[str, tuple[float, float]] = {

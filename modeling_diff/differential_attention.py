@@ -87,8 +87,7 @@ class DiffLlamaRMSNorm(nn.Module):
 
 
 class DiffLlamaPolyNorm(nn.Module):
-    """The activation w0·n(x³) + w1·n(x²) + w2·n(x) + b, n(z) = z / √(mean(z²) + 1e-6) over the last dimension, in
-    float32 (or float64), with a weight w [3] and a bias b [1] (arXiv 2411.03884)."""
+    """w0·n(x³) + w1·n(x²) + w2·n(x) + b, n(z) = z / √(mean(z²) + 1e-6), in float32 or float64 (arXiv 2411.03884)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -245,8 +245,10 @@ class DiffLlamaMLP(LlamaMLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden_size] -> the same shape."""
-        up = self.up_proj(x[...])  # else engines fuse it with the gate and split the width that PolyNorm's means need
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * up if self.config.gated_mlp else self.act_fn(up))
+        if not self.config.gated_mlp:
+            return self.down_proj(self.act_fn(self.up_proj(x)))
+        # But for the index engines would fuse the two projections, and split the width that PolyNorm takes means of
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x[...]))
 
 
 class DiffLlamaDecoderLayer(GradientCheckpointingLayer):
@@ -502,8 +504,7 @@ class DifferentialLlamaForQuestionAnswering(GenericForQuestionAnswering, Differe
     """Differential Llama that marks the answer's first and last token in a text."""
 
 
-# transformers has classes `DiffLlama…` of another architecture, which libraries would find by `architectures` in
-# config.json. So ours have names of their own, and are imported by these.
+# Libraries look `architectures` up in transformers, whose `DiffLlama…` are another architecture: ours have other names
 DiffLlamaPreTrainedModel = DifferentialLlamaPreTrainedModel
 DiffLlamaModel = DifferentialLlamaModel
 DiffLlamaForCausalLM = DifferentialLlamaForCausalLM

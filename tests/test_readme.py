@@ -91,7 +91,7 @@ def test_commands_for_public_checkpoints_are_understood(monkeypatch: pytest.Monk
     commands = [line.split()[1:] for line in text.splitlines() if line.startswith("diffllama convert ")]
     for words in commands:
         result = CliRunner().invoke(app, words)
-        assert (result.exit_code, "no network" in result.output) == (1, True), result.output
+        assert str(result.exception) == "no network", result.output
     assert asked == [words[1] for words in commands]
     assert len(asked) >= 6
 

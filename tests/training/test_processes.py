@@ -113,7 +113,7 @@ def compute_heads_in_parallel(variant: str) -> None:
 def refuse_to_part_a_group() -> None:
     """Of one group, neither process can have all."""
     model = AutoModelForCausalLM.from_pretrained("group", tp_plan="auto")
-    with pytest.raises(ValueError, match=r"`num_noise_heads` must be a multiple of .* 2 query heads each, got 1"):
+    with pytest.raises(ValueError, match=r"`num_noise_heads` must be a multiple of the tensor-parallel .* got 1"):
         model(tokens(2, 9))
 
 
