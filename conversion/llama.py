@@ -26,6 +26,7 @@ from diffllama.configuration import SHARED_FIELDS
 from diffllama.conversion import operations
 from diffllama.conversion.weight_map import Operation, Rule, WeightMap
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
+from diffllama.modeling_diff.modeling_diffllama import LAMBDA_VECTORS
 
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3")
@@ -85,7 +86,7 @@ def new_weights(config: DiffLlamaConfig) -> dict[str, Callable[[], torch.Tensor]
             new[f"{prefix}lambda_proj.weight"] = lambda: torch.zeros(heads, config.hidden_size)
             continue
         new[f"{prefix}head_norm.weight"] = lambda: torch.ones(2 * width)
-        for seed, name in enumerate(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"), start=4 * i):
+        for seed, name in enumerate(LAMBDA_VECTORS, start=4 * i):
 
             def normal(seed: int = seed) -> torch.Tensor:
                 return config.lambda_std_dev * torch.randn(width, generator=torch.Generator().manual_seed(seed))

@@ -23,6 +23,7 @@ from diffllama.conversion.reference_models import require
 from diffllama.conversion.transformers_diffllama import LAMBDAS, refuse
 from diffllama.conversion.weight_map import Rule, WeightMap, inverse
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
+from diffllama.modeling_diff.differential_attention import exponential_lambda_init
 
 
 MODEL_TYPE = "Motif"
@@ -60,7 +61,7 @@ MOTIF_3 = ("mhc_enabled", "kv_lora_rank", "q_lora_rank", "num_experts", "moe_int
 
 def lambda_init(layers: int) -> list[float]:
     """λ_init of each layer: that of the first one is negative, that of the second is the paper's first."""
-    return [0.8 - 0.6 * math.exp(-0.3 * (layer - 1)) for layer in range(layers)]
+    return [exponential_lambda_init(layer - 1) for layer in range(layers)]
 
 
 def translate(fields: Mapping[str, Any]) -> dict[str, Any]:

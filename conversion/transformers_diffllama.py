@@ -16,13 +16,14 @@ from diffllama.conversion import operations
 from diffllama.conversion.llama import BODY
 from diffllama.conversion.weight_map import Operation, Rule, WeightMap
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
+from diffllama.modeling_diff.modeling_diffllama import LAMBDA_VECTORS
 
 
 MODEL_TYPES = ("diffllama",)
 
 _ATTENTION = "model.layers.{i}.self_attn."
 _OUTPUT, _NORM = f"{_ATTENTION}o_proj.weight", f"{_ATTENTION}head_norm.weight"
-LAMBDAS = tuple(f"{_ATTENTION}lambda_{name}" for name in ("q1", "k1", "q2", "k2"))
+LAMBDAS = tuple(f"{_ATTENTION}{name}" for name in LAMBDA_VECTORS)
 
 
 def _weight_map(reorder: Operation, *scale: Operation) -> WeightMap:

@@ -44,14 +44,8 @@ def alternate(examples: Sequence[Example], draw: random.Random) -> list[Example]
 
 def answers(outcomes: Mapping[str, Outcome], condition: Condition) -> np.ndarray:
     """The accuracies in a condition, order by order; every order has the questions in the same order."""
-    return np.array(
-        [
-            measurement.values["accuracy"]
-            for outcome in outcomes.values()
-            for measurement in outcome.measurements
-            if condition.items() <= measurement.condition.items()
-        ]
-    )
+    measurements = [measurement for outcome in outcomes.values() for measurement in outcome.measurements]
+    return np.array([one.values["accuracy"] for one in measurements if condition.items() <= one.condition.items()])
 
 
 def spread(accuracies: np.ndarray) -> dict[str, np.ndarray]:
