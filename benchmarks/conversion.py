@@ -89,12 +89,10 @@ def generate(model: str, nbytes: float, folder: Path) -> list[int]:
     tensors = MODELS[model](nbytes, folder)
     pattern = "model{suffix}.safetensors"
     split = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size="2GB")
-    numbers = 0.02 * torch.randn(9_999_991, generator=torch.Generator().manual_seed(0))
-    numbers = numbers.to(next(iter(tensors.values())).dtype)
+    generator = torch.Generator().manual_seed(0)
 
-    def values(name: str) -> torch.Tensor:  # the same numbers over and over, from another place on for every name
-        begin, count = 7919 * list(tensors).index(name), tensors[name].numel()
-        return numbers.roll(begin).repeat(1 + count // len(numbers))[:count].clone().reshape(tensors[name].shape)
+    def values(name: str) -> torch.Tensor:
+        return torch.empty_like(tensors[name], device="cpu").normal_(std=0.02, generator=generator)
 
     for filename, names in split.filename_to_tensors.items():
         save_file({name: values(name) for name in names}, folder / filename, metadata={"format": "pt"})

@@ -3,6 +3,7 @@
 """Writes safetensors shards and their index."""
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,15 +69,17 @@ def write_shards(
     )
     digests = {}
     total, done = sum(tensor.nbytes for tensor in results.values()), 0
-    for filename, names in split.filename_to_tensors.items():
-        shard = {}
-        for name in names:
-            shard[name] = make_tensor(name, steps[name], checkpoint)
-            digests[name] = shard[name].shape, digest(pieces(shard[name]))
-            done += shard[name].nbytes
-            if progress is not None and done < total:
-                progress(done, total)
-        save_shard(shard, folder / filename)
+    with ThreadPoolExecutor(1) as thread:  # SHA-256 while the next tensor is read and the shard is written
+        for filename, names in split.filename_to_tensors.items():
+            shard, hashes = {}, {}
+            for name in names:
+                shard[name] = make_tensor(name, steps[name], checkpoint)
+                hashes[name] = thread.submit(digest, pieces(shard[name]))
+                done += shard[name].nbytes
+                if progress is not None and done < total:
+                    progress(done, total)
+            save_shard(shard, folder / filename)
+            digests |= {name: (tensor.shape, hashes[name].result()) for name, tensor in shard.items()}
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder / f"{stem}.safetensors.index.json", index)
