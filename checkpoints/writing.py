@@ -67,7 +67,7 @@ def write_shards(
         filename_pattern=f"{stem}{{suffix}}.safetensors",
         max_shard_size=shard_size(max_shard_size),
     )
-    digests = {}
+    digests: dict[str, tuple[torch.Size, str]] = {}
     total, done = sum(tensor.nbytes for tensor in results.values()), 0
     with ThreadPoolExecutor(1) as thread:  # SHA-256 while the next tensor is read and the shard is written
         for filename, names in split.filename_to_tensors.items():
