@@ -65,16 +65,16 @@ class Server:
 
 
 SERVERS: dict[Engine, tuple[str, tuple[str, ...]]] = {
-    "transformers": (
-        "diffllama",
-        ("--continuous-batching", "--attn-implementation=sdpa", "--cb-num-blocks=128", "--cb-max-batch-tokens=512"),
-    ),
+    "transformers": ("diffllama", ("--continuous-batching", "--cb-num-blocks=128", "--cb-max-batch-tokens=512")),
     "vllm": ("vllm", ("--max-model-len=1024",)),
 }
-"""Engine -> program beside its interpreter, and its options, those of README.md."""
+"""Engine -> program beside its interpreter, and its options, those of docs/serve.md."""
 
 RIVALS: dict[Engine, dict[str, tuple[str, ...]]] = {
-    "transformers": {"llama": (), "diff": ()},
+    "transformers": {
+        "llama": ("--attn-implementation=sdpa",),
+        "diff": ("--attn-implementation=diff_attention",),  # `sdpa` multiplies all requests with each other's keys
+    },
     "vllm": {"llama": (), "llama, Transformers backend": ("--model-impl=transformers",), "diff": ()},
 }
 """Engine -> server, which begins with its model, and its options. vLLM has a Llama of its own; ours runs as the second

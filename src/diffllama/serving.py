@@ -106,9 +106,18 @@ def context_of(model: Any) -> int | None:
 
 
 class Pinned:
-    """What transformers' manager of models does besides: a server of a model loads no other one."""
+    """Changes to transformers' manager of models: a pinned server loads no other model, `diff_attention` is known."""
 
     force_model: str | None
+    attn_implementation: str | None
+
+    def _validate_args(self) -> None:
+        """Check the server's options. transformers 5.23 has a fixed list of attention functions."""
+        name, self.attn_implementation = self.attn_implementation, None
+        if name != "diff_attention":
+            self.attn_implementation = name
+        super()._validate_args()  # type: ignore[misc]
+        self.attn_implementation = name
 
     def process_model_name(self, model_id: str) -> str:
         """As transformers', of the model that the server was started with, if it was started with one."""

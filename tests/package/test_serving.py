@@ -217,6 +217,11 @@ def test_wrong_options_are_refused_as_by_transformers(options: list[str]) -> Non
     assert messages[0] == messages[1]
 
 
+def test_unknown_attention_function_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="'nonsense'"):
+        run([str(folder), "--attn-implementation=nonsense"])
+
+
 def test_serve_without_extra_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[serve\]'"):
