@@ -22,7 +22,7 @@ export PROMPT
 export HF_HUB_OFFLINE = 1
 unexport PYTHONDONTWRITEBYTECODE # installed without bytecode, every process would compile what it imports
 
-.PHONY: .cache/package kernel-repository help demo test test-oldest test-versions test-vllm test-transformers test-gpu check lint types wheel check-wheel bench figure heal clean
+.PHONY: .cache/package kernel-repository help demo docs test test-oldest test-versions test-vllm test-transformers test-gpu check lint types wheel check-wheel bench figure heal clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list.
@@ -105,6 +105,9 @@ lint: $(VENV)/.dev .cache/package ## Check style, formatting and the directions 
 
 types: $(VENV)/.dev .cache/package ## Check types.
 	MYPYPATH=.cache/package $(RUN) -m mypy
+
+docs: $(VENV)/.dev .cache/package ## Build the documentation into build/docs; a warning is an error.
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet
 
 wheel: $(VENV)/.dev ## Build dist/*.whl.
 	rm -rf dist build

@@ -85,7 +85,7 @@ def draw(results: dict[str, dict[str, list[tuple[int, float]]]], tokens_per_step
     figure.savefig(picture, dpi=110)
 
 
-def main(config: str = "examples/heal.yaml", out: str = "docs/heal") -> None:
+def main(config: str = "examples/heal.yaml", out: str = "docs/measurements/heal") -> None:
     """Trains both models and writes what came out."""
     settings = read_settings(Path(config))
     if settings["model"].get("from") == str(FOLDER):

@@ -1,4 +1,4 @@
-"""The README's section "Publish" with the real client: a model is uploaded, and loaded by processes elsewhere."""
+"""The commands of docs/publish.md with the real client: a model is uploaded, and loaded by processes elsewhere."""
 
 import json
 import re
@@ -11,25 +11,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_readme import PUBLISH, ROOT
 from typer.testing import CliRunner
 
 from diffllama import DiffLlamaForCausalLM
 from diffllama.cli import app
 from support import subprocess_runner
 from support.fake_hub import Hub, connect
+from support.markdown import ROOT, blocks, commands
 from support.tiny_models import EVERY_FEATURE, tiny_model, tiny_tokenizer
 
 
 pytestmark = pytest.mark.slow
 
-SECTION = next(
-    section
-    for section in re.split(r"(?m)^## ", (ROOT / "README.md").read_text(encoding="utf-8"))
-    if section.startswith(PUBLISH)
-)
-(COMMANDS,), (CODE,) = (re.findall(rf"```{language}\n(.*?)```", SECTION, re.DOTALL) for language in ("sh", "python"))
-LINES = [line.partition(" #")[0].split() for line in COMMANDS.splitlines()]
+(CODE,) = [block.text for block in blocks(ROOT / "docs/publish.md", "python")]
+LINES = [line.split() for line, _ in commands(ROOT / "docs/publish.md")]
 NEWER = "\nNEWER = True\n"
 
 FRESH = """

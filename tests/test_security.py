@@ -11,18 +11,19 @@ from transformers import LlamaConfig
 from diffllama import convert
 from support import subprocess_runner
 from support.llama_checkpoints import SIZES, save_model
+from support.markdown import ROOT, blocks, commands
 from support.tiny_models import VARIANTS, tiny_model, tiny_tokenizer
 
 
-ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+PAGE = ROOT / "SECURITY.md"
+TEXT = PAGE.read_text(encoding="utf-8")
 RAN = "code of the folder ran"
 
 # --- the page itself ------------------------------------------------------------------------------------------------
 
 
 def test_command_lists_the_python_files_of_a_folder(tmp_path: Path) -> None:
-    (command,) = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
+    ((command, _),) = commands(PAGE)
     tiny_model().save_pretrained(tmp_path)
     listed = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     *lines, total = [line.split() for line in listed.splitlines()]
@@ -39,10 +40,10 @@ def test_cited_files_exist() -> None:
 
 
 def test_python_code_compiles() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    assert blocks
-    for block in blocks:
-        compile(block, "SECURITY.md", "exec")
+    code = blocks(PAGE, "python")
+    assert code
+    for block in code:
+        compile(block.text, "SECURITY.md", "exec")
 
 
 # --- which code runs, each time in fresh processes -------------------------------------------------------------------

@@ -8,13 +8,13 @@ from benchmarks.goals import GOALS, describe, goal_status
 from benchmarks.implementations import Setting
 
 
-README = (Path(__file__).parents[2] / "benchmarks/README.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/performance.md").read_text(encoding="utf-8")
 
 
 def documented(device: str) -> set[tuple[str, int, int, float]]:
-    """Case, sequences, tokens and largest ratio of the goals in the README's table."""
+    """Case, sequences, tokens and largest ratio of the goals in the page's table."""
     goals = set()
-    for case, cpu, gpu in re.findall(r"^\| `(model/\w+)` \| (.*) \| (.*) \|$", README, re.MULTILINE):
+    for case, cpu, gpu in re.findall(r"^\| `(model/\w+)` \| (.*) \| (.*) \|$", PAGE, re.MULTILINE):
         ratio, where = re.fullmatch(r"(.+) \((.+) tokens\)", gpu if device == "cuda" else cpu).groups()
         number, _, share = ratio.partition(" / ")
         for tokens in where.replace(",", "").split(" and "):
@@ -23,7 +23,7 @@ def documented(device: str) -> set[tuple[str, int, int, float]]:
     return goals
 
 
-def test_readme_has_the_goals() -> None:
+def test_documentation_has_the_goals() -> None:
     for device in ("cpu", "cuda"):
         goals = {(case, at.batch, at.length, ratio) for (case, at), ratio in GOALS.items() if at.device == device}
         assert goals == documented(device)

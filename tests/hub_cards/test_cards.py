@@ -24,10 +24,10 @@ from diffllama.hub_cards.cards import (
 )
 from diffllama.modeling_diff import modeling_diffllama
 from support.llama_checkpoints import SIZES, save_model
+from support.markdown import ROOT, commands
 from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_config, tiny_model, tiny_tokenizer, tokens
 
 
-README = Path(__file__).parents[2] / "README.md"
 COMMIT, OTHER_COMMIT = "0123456789" * 4, "abcdef0123" * 4
 
 
@@ -244,7 +244,7 @@ def test_cache_memory_is_that_of_its_tensors(variant: str, dtype: torch.dtype, f
         assert known.cache_bytes * 4 == window  # the fifth is the token that looks back
 
 
-SERVE = next(line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("vllm serve "))
+SERVE = next(line for line, _ in commands(ROOT / "docs/serve.md") if line.startswith("vllm serve "))
 """A command that tests/engines runs."""
 
 
@@ -302,10 +302,10 @@ class TestPackage:
         assert "[diffllama](https://example.org/diffllama)" in model_card(KINDS[kind], "model", METADATA.get(kind)).text
 
     def test_no_text_names_a_registry(self) -> None:
-        files = subprocess.run(["git", "ls-files", "*.py", "*.md"], cwd=README.parent, capture_output=True, check=True)
+        files = subprocess.run(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, capture_output=True, check=True)
         for name in files.stdout.decode().split():
-            if name != "tests/hub_cards/test_cards.py" and (README.parent / name).is_file():
-                text = (README.parent / name).read_text(encoding="utf-8")
+            if name != "tests/hub_cards/test_cards.py" and (ROOT / name).is_file():
+                text = (ROOT / name).read_text(encoding="utf-8")
                 assert not re.search(r"pypi\.org/project/diffllama|pip3? install ['\"]?diffllama", text), name
 
 

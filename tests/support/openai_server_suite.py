@@ -16,6 +16,7 @@ import psutil
 import requests
 
 from benchmarks.serving import Server
+from support.markdown import blocks, commands
 
 
 T = TypeVar("T")
@@ -23,21 +24,21 @@ QUESTION = "w6 w7 w8"
 AT_ONCE = 64
 
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+PAGE = Path(__file__).parents[2] / "docs/serve.md"
 
 
 def readme_command(program: str, folder: Path, port: int) -> list[str]:
-    """The README's line that starts a server, with another folder, on a port."""
-    (line,) = re.findall(rf"(?m)^{program} serve .*$", README)
+    """Return the documented command that starts a server, with another folder, on a port."""
+    (line,) = [line for line, _ in commands(PAGE) if line.startswith(f"{program} serve ")]
     _, serve, model, *options = line.split()
     assert model.startswith("demo/")
     return [str(Path(sys.executable).parent / program), serve, str(folder), *options, "--port", str(port)]
 
 
 def readme_client(server: Server) -> str:
-    """What the README's client prints."""
-    (code,) = re.findall(r"(?s)```py\n(.*?)```", README)
-    code = code.replace("http://localhost:8000", server.url)
+    """Return what the documented client prints."""
+    (block,) = blocks(PAGE, "py")
+    code = block.text.replace("http://localhost:8000", server.url)
     code, count = re.subn(r"model = .*", f"model = {server.model!r}", code)
     assert count == 1
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)

@@ -1,0 +1,56 @@
+"""What Markdown pages contain: blocks of code and tables."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code.
+
+    Args:
+        page: name of the file that has it.
+        language: of the code, as in ```` ```sh ````.
+        title: what it needs, such as "needs the Hub"; empty for a block that runs anywhere.
+        text: the code.
+    """
+
+    page: str
+    language: str
+    title: str
+    text: str
+
+
+def blocks(page: Path, language: str = "") -> list[Block]:
+    """Return a page's blocks of code, in one language or all."""
+    found = re.findall(r'(?ms)^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', page.read_text(encoding="utf-8"))
+    return [Block(page.name, *parts) for parts in found if language in ("", parts[0])]
+
+
+def commands(page: Path) -> list[tuple[str, str]]:
+    """Return the lines of a page's shell blocks without their comments, each with its block's title."""
+    lines = [(line, block.title) for block in blocks(page, "sh") for line in block.text.splitlines()]
+    return [(re.sub(r"\s+# .*", "", line), title) for line, title in lines]
+
+
+def tables(page: Path, first_column: str) -> list[dict[str, dict[str, str]]]:
+    """Return the tables of a page whose first column has this title: row label -> column title -> cell."""
+    result = []
+    for text in re.findall(r"(?m)(?:^\|.*\|\n)+", page.read_text(encoding="utf-8")):
+        (first, *columns), _, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines()]
+        if first == first_column:
+            result.append({label: dict(zip(columns, cells, strict=True)) for label, *cells in rows})
+    return result
+
+
+def render(first_column: str, table: dict[str, dict[str, str]]) -> str:
+    """Return a table as Markdown, from the form that `tables` returns."""
+    columns = list(next(iter(table.values())))
+    lines = [[first_column, *columns], ["---"] * (len(columns) + 1)]
+    lines += [[label, *row.values()] for label, row in table.items()]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
