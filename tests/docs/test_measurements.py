@@ -7,7 +7,12 @@ from statistics import median
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
+from benchmarks.cost import floors
+from benchmarks.implementations import configuration, llama
+from diffllama import DiffLlamaForCausalLM
 from support.markdown import ROOT, render, tables
 
 
@@ -136,3 +141,48 @@ def test_each_cell_is_the_number_of_its_row_and_column(name: str) -> None:
     (documented,) = tables(page, first_column)
     expected = measured()
     assert documented == expected, f"{page.name} should have:\n{render(first_column, expected)}"
+
+
+def least_time_of_v2(step: str, length: int) -> float:
+    """Return the multiplications of V2, those of attention at its floor, relative to its Llama's.
+
+    A training step needs those of a forward three times, and logits of every token, which a prefill does not compute.
+    """
+    training = step == "train"
+    multiplications = []
+    for architecture, attention_floor in (("llama", 1.0), ("v2", floors(step)["v2 blocked"])):
+        config = configuration(architecture, llama("small"))
+        with torch.device("meta"):
+            model = (LlamaForCausalLM if architecture == "llama" else DiffLlamaForCausalLM)(config)
+        inner = sum(weight.numel() for weight in model.model.layers.parameters() if weight.dim() == 2)
+        linear = 3 * (inner + model.lm_head.weight.numel()) if training else inner
+        maps = (14 / 4 if training else 1) * attention_floor  # forward and backward; see how_it_works.md
+        multiplications.append(linear + maps * config.num_hidden_layers * config.hidden_size * length)
+    return multiplications[1] / multiplications[0]
+
+
+def sentences() -> dict[str, str]:
+    """Return what the pages say in prose: text -> name of the page."""
+
+    def ratio(row: str, column: str) -> str:
+        return time_cell(record(*(GOALS | OTHERS)[row]), column).strip("*")
+
+    prefill, step = f"{least_time_of_v2('prefill', 2048):.2f}", f"{least_time_of_v2('train', 512):.2f}"
+    served = [row["vLLM: V2"].partition("(")[2].strip("*)") for row in serving_table().values()]
+    decoding = [ratio(f"decode one token after {length}", "V1") for length in ("2,048", "8,192")]
+    alone = ratio("attention alone, one query after 2,048 keys", "V1")
+    trained = ratio("training step of 2 × 512 tokens", "V1")
+    llama_times = f"{prefill} of the Llama's time for this prefill and {step} for this training step"
+    return {
+        f"V2 cannot take less than {llama_times}": "README.md",
+        f"V2 serves {served[0]}, {served[1]} and {served[2]} of the Llama's requests per second": "README.md",
+        f"at least {prefill} times the Llama's time for this prefill and {step} for this": "docs/performance.md",
+        f"decodes at {decoding[0]} and {decoding[1]} times the Llama's time (target 1.10)": "docs/performance.md",
+        f"trains at {trained}": "docs/performance.md",
+        f"takes {alone} times the Llama's": "docs/performance.md",
+    }
+
+
+def test_numbers_in_sentences_are_measured_or_computed() -> None:
+    for sentence, page in sentences().items():
+        assert sentence in " ".join((ROOT / page).read_text(encoding="utf-8").split()), (page, sentence)
