@@ -126,12 +126,19 @@ def conversion_table() -> Table:
     }
 
 
+def healing_table() -> Table:
+    rows = {"Llama": "Llama", "its conversion to V2": "DIFF V2"}
+    losses = {label: dict(REPORTS["heal"]["results"][model]["eval_loss"]) for label, model in rows.items()}
+    return {label: {f"step {step}": f"{loss[step]:.3f}" for step in (0, 32)} for label, loss in losses.items()}
+
+
 TABLES: dict[str, tuple[Path, str, Callable[[], Table]]] = {
     "time": (PERFORMANCE, "time × Llama", time_table),
     "time in the README": (ROOT / "README.md", "time × Llama", readme_table),
     "memory": (PERFORMANCE, "peak memory, MB", memory_table),
     "servers": (PERFORMANCE, "clients", serving_table),
     "conversion": (PERFORMANCE, "case", conversion_table),
+    "training a conversion": (ROOT / "docs/fine_tune.md", "loss on held-out text", healing_table),
 }
 
 
@@ -172,6 +179,9 @@ def sentences() -> dict[str, str]:
     decoding = [ratio(f"decode one token after {length}", "V1") for length in ("2,048", "8,192")]
     alone = ratio("attention alone, one query after 2,048 keys", "V1")
     trained = ratio("training step of 2 × 512 tokens", "V1")
+    statistics = {name: curve[-1][1] for name, curve in REPORTS["heal"]["results"]["DIFF V2"].items()}
+    (warm_start,) = [row["models"] for row in REPORTS["warm_start"]["rows"] if row["condition"] == {"position": 1024}]
+    source_loss, warm_loss = (model["nll"]["mean"] for model in warm_start)
     llama_times = f"{prefill} of the Llama's time for this prefill and {step} for this training step"
     return {
         f"V2 cannot take less than {llama_times}": "README.md",
@@ -180,6 +190,9 @@ def sentences() -> dict[str, str]:
         f"decodes at {decoding[0]} and {decoding[1]} times the Llama's time (target 1.10)": "docs/performance.md",
         f"trains at {trained}": "docs/performance.md",
         f"takes {alone} times the Llama's": "docs/performance.md",
+        f"q1 and q2 is {statistics['diff_cosine']:.4f}, and λ is {statistics['diff_lambda']:.3f}": "docs/fine_tune.md",
+        f"starts at a loss of {warm_loss:.2f}, averaged over 1,024 tokens": "docs/convert.md",
+        f"where the source has {source_loss:.2f}": "docs/convert.md",
     }
 
 
