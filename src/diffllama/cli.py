@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
+import shellingham
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from diffllama.hub_cards.findings import Finding
     from diffllama.hub_cards.upload import UploadPlan
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 err = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)  # README.md:secret: is no emoji
 
 
@@ -421,11 +422,15 @@ def main() -> None:
     """Runs the command line: one line for an error (a list if there are several), no traceback, exit status 1.
 
     `--debug`, before or after the command, shows the traceback. Ctrl-C ends a command with status 130.
+    `--install-completion` and `--show-completion` are typer's; a shell's name may follow them.
     """
     arguments = sys.argv[1:]
     end = arguments.index("--") if "--" in arguments else len(arguments)
     debug = "--debug" in arguments[:end]
     arguments = [word for i, word in enumerate(arguments) if word != "--debug" or i > end]
+    if len(arguments) == 2 and arguments[0] in ("--install-completion", "--show-completion"):
+        shell = arguments.pop()
+        shellingham.detect_shell = lambda: (shell, shell)  # typer takes no name of a shell, it detects it with this
 
     pid, interrupted = os.getpid(), False
 
@@ -444,7 +449,7 @@ def main() -> None:
         if signal_number is not None and signal.getsignal(signal_number) is not signal.SIG_IGN:  # ignored under nohup
             signal.signal(signal_number, handler)
     try:
-        app(arguments)
+        app(arguments, prog_name="diffllama")  # also as `python -m diffllama`, which no shell can complete
     except Exception as error:
         # Whatever a library raises on a broken file is the user's news, not a bug report.
         if interrupted:  # and the library has made another error of it

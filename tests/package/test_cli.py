@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shellingham
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoModelForCausalLM
@@ -147,14 +148,14 @@ def test_interruption_at_any_moment_ends_without_a_traceback(moment: str) -> Non
     assert (result.returncode, result.stderr) == (130, "")
 
 
-def interrupt_a_library(arguments: list[str]) -> None:
+def interrupt_a_library(arguments: list[str], **options: Any) -> None:
     try:
         signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt:
         raise ImportError("numpy cannot be imported") from None
 
 
-def interrupt_a_child(arguments: list[str]) -> None:
+def interrupt_a_child(arguments: list[str], **options: Any) -> None:
     child = os.fork()
     if child == 0:
         try:
@@ -166,7 +167,7 @@ def interrupt_a_child(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("work", [interrupt_a_library, interrupt_a_child])
 def test_interruption_ends_also_what_a_command_runs(
-    work: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    work: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diffllama.cli.app", work)
     assert call(capsys) == (130, "")
@@ -186,7 +187,7 @@ def test_interruption_ends_also_what_a_command_runs(
 def test_debug_shows_the_traceback_of_any_command(
     typed: str, read: str, debug: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(arguments: list[str]) -> None:
+    def fail(arguments: list[str], **options: Any) -> None:
         assert arguments == read.split()
         raise OSError("no such folder")
 
@@ -218,7 +219,7 @@ def test_debug_shows_the_traceback_of_any_command(
 def test_errors_that_nobody_expects_say_how_to_see_more(
     error: Exception, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(arguments: list[str]) -> None:
+    def fail(arguments: list[str], **options: Any) -> None:
         raise error
 
     monkeypatch.setattr("diffllama.cli.app", fail)
@@ -459,7 +460,7 @@ def test_wrong_command_line_is_named_with_usage(arguments: str, message: str) ->
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--help", "convert export card check push --version"),
+        ("--help", "convert export card check push --version --install-completion --show-completion"),
         ("export --help", "SRC DEST --license --base-model --dataset --results --overwrite"),
         ("card --help", "DIR --license --base-model --dataset --results"),
         ("check --help", "DIR pickles"),
@@ -482,5 +483,74 @@ def test_help_and_wrong_options_import_nothing_that_takes_time(tmp_path: Path) -
     commands += ["", "probe", "probe needles"]
     lines = {f"{command} --help".strip(): 0 for command in commands}
     lines |= {f"{command} --nonesuch".strip(): 2 for command in commands}
+    lines["--show-completion bash"] = 0
     results, _ = run_in_light_process(lines, tmp_path)
     assert results == {line: (status, []) for line, status in lines.items()}
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Runs the command in this process. Returns its exit status and what it prints to stdout and stderr."""
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["diffllama", *arguments])
+        patch.setattr(shellingham, "detect_shell", lambda: ("fish", "fish"))
+        with pytest.raises(SystemExit) as end:
+            main()
+    return end.value.code or 0, "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "text"),
+    [
+        ("bash", 0, "complete -o default -F _diffllama_completion diffllama\n"),
+        ("zsh", 0, "compdef _diffllama_completion diffllama\n"),
+        ("fish", 0, "complete --command diffllama "),
+        ("", 0, "complete --command diffllama "),
+        ("tcsh", 1, "Shell tcsh not supported.\n"),
+    ],
+)
+def test_show_completion_prints_the_script_of_the_named_or_the_current_shell(
+    options: str, status: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, script = printed(capsys, "--show-completion", *options.split())
+    assert code == status
+    assert text in script
+
+
+@pytest.mark.parametrize(
+    ("options", "file"), [("bash", ".bash_completions/diffllama.sh"), ("", ".config/fish/completions/diffllama.fish")]
+)
+def test_install_completion_writes_the_script_of_the_named_or_the_current_shell(
+    options: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    status, text = printed(capsys, "--install-completion", *options.split())
+    assert (status, f"completion installed in {tmp_path / file}\n" in text) == (0, True)
+    assert (tmp_path / file).read_text().strip() == printed(capsys, "--show-completion", *options.split())[1].strip()
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("diffllama con", ["convert"]),
+        ("diffllama pr", ["pretrain", "probe"]),
+        ("diffllama convert --ver", ["--verify"]),
+        ("diffllama convert src dest --from uni", ["unilm-v1", "unilm-v2"]),
+        ("diffllama probe nee", ["needles"]),
+    ],
+)
+def test_shell_completes_commands_options_and_values(
+    words: str, completed: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    monkeypatch.setenv("_DIFFLLAMA_COMPLETE", "complete_bash")
+    status, text = printed(capsys)
+    assert (status, text.split()) == (0, completed)
+
+
+def test_completion_imports_nothing_that_takes_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMP_WORDS", "diffllama con")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    monkeypatch.setenv("_DIFFLLAMA_COMPLETE", "complete_bash")
+    assert run_in_light_process(["--version"], tmp_path)[0] == {"--version": (0, [])}
