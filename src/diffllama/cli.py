@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command line. Each command is a thin front of a function of the package."""
+"""The command line. Each command calls one function of the package."""
 
 import json
 import os
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from diffllama.hub_cards.upload import UploadPlan
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-err = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)  # README.md:secret: is no emoji
+err = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)  # `README.md:secret:` contains no emoji
 
 
 def show_version(value: bool) -> None:
-    """Prints the version and leaves."""
+    """Prints the version and exits."""
     if value:
         print(f"diffllama {__version__}")
         raise typer.Exit
@@ -48,10 +48,10 @@ def show_version(value: bool) -> None:
 @app.callback()
 def diffllama(
     version: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
-    debug: Annotated[  # read by `main`, which takes it anywhere
-        bool, typer.Option("--debug", help="Show the traceback of an error; also after the command.")
+    debug: Annotated[  # `main` reads it, anywhere on the command line
+        bool, typer.Option("--debug", help="Show the traceback of an error. Also accepted after the command.")
     ] = False,
 ) -> None:
     """Differential attention as a Hugging Face model."""
@@ -59,7 +59,11 @@ def diffllama(
 
 @contextmanager
 def writing(then: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows how many bytes of weights are written, by the function that it gives, and then `then`."""
+    """Shows a progress bar of the weights that are written, and `then` once all are.
+
+    Yields:
+        Function that updates the bar, given the bytes written so far and in total.
+    """
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
     with Progress(TextColumn("{task.description}"), *columns, console=err) as bar:
         task = bar.add_task("Writing weights", total=None, visible=False)
@@ -76,12 +80,12 @@ OPTIONS = {"source": "--from", "target": "--to"} | {
     name: f"--{name.replace('_', '-')}"
     for name in ("variant", "gqa_layout", "noise_heads", "revision", "dtype", "max_shard_size")
 }
-"""Arguments of `diffllama.convert` -> the options of its command."""
+"""Arguments of `diffllama.convert` -> options of the command `convert`."""
 
 
 @contextmanager
 def named_as_options() -> Iterator[None]:
-    """Calls arguments of `diffllama.convert` by the names of their options in messages."""
+    """Replaces arguments of `diffllama.convert` with the command's options in the message of a `ValueError`."""
     try:
         yield
     except ValueError as error:
@@ -96,30 +100,36 @@ def named_as_options() -> Iterator[None]:
 @app.command()
 def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="Folder, file, or repository owner/name of the Hub.")],
-    dest: Annotated[Path, typer.Argument(metavar="DEST", help="Folder to make.")],
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="Folder to create.")],
     source: Annotated[
-        Source | None, typer.Option("--from", metavar="NAME", help="What SRC is, see above; DEST will be ours.")
+        Source | None, typer.Option("--from", metavar="NAME", help="Format of SRC, see above; DEST is for diffllama.")
     ] = None,
     target: Annotated[
-        str | None, typer.Option("--to", metavar="NAME", help=f"SRC is ours; DEST will be {', '.join(TARGETS)}.")
+        str | None,
+        typer.Option("--to", metavar="NAME", help=f"Format of DEST: {', '.join(TARGETS)}; SRC is for diffllama."),
     ] = None,
-    variant: Annotated[Variant | None, typer.Option(help="With --from llama: v2, exact, or v1, a warm start.")] = None,
+    variant: Annotated[
+        Variant | None, typer.Option(help="With --from llama: v2 (exact, the default) or v1 (a warm start).")
+    ] = None,
     gqa_layout: Annotated[
         GqaLayout | None, typer.Option(help="With --from unilm-v1: repeated if trained with multihead_diffattn.py.")
     ] = None,
     noise_heads: Annotated[
-        int | None, typer.Option(metavar="N", help="With --from llama: fewer than signal heads, a warm start.")
+        int | None,
+        typer.Option(metavar="N", help="With --from llama: number of noise heads. Fewer than signals: a warm start."),
     ] = None,
-    revision: Annotated[str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a repository.")] = None,
+    revision: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of the repository.")
+    ] = None,
     dtype: Annotated[
-        DType, typer.Option(metavar="DTYPE", help="Of the weights: float32, bfloat16, float16, or auto, the source's.")
+        DType, typer.Option(metavar="DTYPE", help="Dtype of DEST: float32, bfloat16, float16, or auto (that of SRC).")
     ] = "auto",
     verify: Annotated[
         bool | None,
-        typer.Option("--verify/--no-verify", help="Compare both models' logits. By default if they fit into memory."),
+        typer.Option("--verify/--no-verify", help="Compare both models' logits. Default: if both fit into memory."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DEST if it is a model folder.")] = False,
-    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file of weights.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Maximum size of a weight file.")] = "5GB",
 ) -> None:
     """Convert a checkpoint into a differential model, or a differential model into another format.
 
@@ -132,9 +142,10 @@ def convert(
     --from transformers  transformers' own diffllama -> V1
     --from unilm-v1      microsoft/unilm's modules -> V1
     --from unilm-v2      microsoft/unilm's modules -> V2
-    --to NAME            the other way
+    --to NAME            the opposite direction
 
-    Folders of ours load anywhere with trust_remote_code=True. DEST appears complete or not at all.
+    A folder for diffllama also loads without this package, with trust_remote_code=True. DEST is written completely or
+    not at all.
     """
     with named_as_options():
         check_conversion(source, target, variant, gqa_layout, noise_heads)
@@ -148,7 +159,7 @@ def convert(
         from diffllama.conversion.verification import Verification
 
         logging.disable_progress_bar()
-        with writing("Weights written; comparing" if verify is not False else "Weights written") as show:
+        with writing("Weights written; comparing logits" if verify is not False else "Weights written") as show:
             folder = run(
                 src,
                 dest,
@@ -170,12 +181,16 @@ def convert(
     err.print(f"Wrote {folder}", markup=False)
 
 
-License = Annotated[str | None, typer.Option("--license", help="The model's licence, as the Hub calls it: apache-2.0.")]
-BaseModel = Annotated[list[str] | None, typer.Option("--base-model", help="What it was fine-tuned from: owner/name.")]
-Dataset = Annotated[list[str] | None, typer.Option("--dataset", help="What it was trained on, on the Hub.")]
-Language = Annotated[list[str] | None, typer.Option("--language", help="Of its texts: en.")]
+License = Annotated[str | None, typer.Option("--license", help="Licence, as a Hub identifier such as apache-2.0.")]
+BaseModel = Annotated[
+    list[str] | None, typer.Option("--base-model", help="Base model on the Hub: owner/name. May be repeated.")
+]
+Dataset = Annotated[
+    list[str] | None, typer.Option("--dataset", help="Training dataset on the Hub: owner/name. May be repeated.")
+]
+Language = Annotated[list[str] | None, typer.Option("--language", help="Language, such as en. May be repeated.")]
 Results = Annotated[
-    list[Path] | None, typer.Option("--results", help="Result file of lm-eval, or a folder with some. May be repeated.")
+    list[Path] | None, typer.Option("--results", help="lm-eval result file, or a folder of them. May be repeated.")
 ]
 Allow = Annotated[
     list[str] | None,
@@ -186,7 +201,7 @@ Allow = Annotated[
 def card_metadata(
     licence: str | None, base_model: list[str] | None, dataset: list[str] | None, language: list[str] | None
 ) -> dict[str, Any]:
-    """The card metadata that the options give; of one base model or language itself, not a list."""
+    """Returns the card metadata that the options give. A single base model or language is no list."""
     fields: dict[str, Any] = {"license": licence, "base_model": base_model, "datasets": dataset, "language": language}
     for name in ("base_model", "language"):
         if fields[name] and len(fields[name]) == 1:
@@ -197,7 +212,7 @@ def card_metadata(
 @app.command()
 def export(
     src: Annotated[Path, typer.Argument(metavar="SRC", help="Folder with a diffllama model.")],
-    dest: Annotated[Path, typer.Argument(metavar="DEST", help="Folder to make.")],
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="Folder to create.")],
     licence: License = None,
     base_model: BaseModel = None,
     dataset: Dataset = None,
@@ -205,12 +220,12 @@ def export(
     results: Results = None,
     allow: Allow = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DEST if it is a model folder.")] = False,
-    max_shard_size: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(help="Maximum size of a weight file.")] = "5GB",
 ) -> None:
     """Write a complete Hub folder of a model from save_pretrained, a Trainer, a merged PEFT model or a conversion.
 
-    DEST has the model's code, so that it loads anywhere with trust_remote_code=True, and a card. It appears complete
-    and checked, or not at all.
+    DEST contains a model card and the model's code, so that it loads without this package, with trust_remote_code=True.
+    DEST is written after all checks have passed, completely or not at all.
     """
     check_arguments(src, allow or ())
     err.print(f"Reading {src}", markup=False)
@@ -244,7 +259,7 @@ def card(
 ) -> None:
     """Write or update the card of a model (README.md) from the files in its folder.
 
-    Text that people wrote into the card stays, also in generated sections.
+    Hand-written text is kept, also in generated sections.
     """
     check_arguments(folder)
     from diffllama.hub_cards.hub_folder import write_card  # takes seconds to import
@@ -259,11 +274,11 @@ def card(
 def check(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with a diffllama model.")], allow: Allow = None
 ) -> None:
-    """Check a folder before it is published, without running code in it.
+    """Check a folder before you publish it, without running code in it.
 
     Every file must be part of a model folder and load; the code must be this package's; the weights must be finite and
-    match the configuration; and there must be no pickles, programs, secrets or local paths. Each line begins with
-    FILE:RULE, which --allow takes.
+    match the configuration; and there must be no pickles, programs, secrets or local paths. Each finding begins with
+    FILE:RULE, the value for --allow.
     """
     check_arguments(folder, allow or ())
     from diffllama.hub_cards.checks import check as run  # takes seconds to import
@@ -289,13 +304,13 @@ def push(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder written by `export`.")],
     repo: Annotated[str, typer.Argument(metavar="REPO", help="Repository owner/name; created if it does not exist.")],
     private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch; created if it does not exist.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch to push to; created if it does not exist.")] = None,
     code_only: Annotated[
-        bool, typer.Option("--code-only", help="Update the code of a model on the Hub; its weights stay as they are.")
+        bool, typer.Option("--code-only", help="Update the code of a model on the Hub, not its weights.")
     ] = False,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request.")] = False,
     replace_card: Annotated[
-        bool, typer.Option("--replace-card", help="Discard text that people wrote into the card on the Hub.")
+        bool, typer.Option("--replace-card", help="Discard hand-written text of the card on the Hub.")
     ] = False,
     allow: Allow = None,
 ) -> None:
@@ -310,7 +325,7 @@ def push(
             table.add_row(Text(name), f"{size:,}")
         for name in plan.deleted:
             table.add_row(Text(name), "deleted")
-        table.add_row("README.md", "its code pinned to these files")
+        table.add_row("README.md", "pinned to this code")
         err.print(table)
         target = f"{'new ' * plan.creates_repo}{'private' if plan.private else 'public'} repository {plan.repo}"
         err.print(f"Uploading to the {target}" + f", branch {plan.revision}" * bool(plan.revision), markup=False)
@@ -331,26 +346,27 @@ def push(
 
 @app.command()
 def pretrain(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Model, text and recipe.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="File that names the model, text and recipe.")],
     of_baseline: Annotated[
-        bool, typer.Option("--baseline", help="Train the matched Transformer, on the same tokens.")
+        bool, typer.Option("--baseline", help="Train the matched Transformer on the same tokens.")
     ] = False,
 ) -> None:
-    """Train a language model, from scratch or further, on packed text, by transformers' Trainer.
+    """Train a language model on packed text with transformers' Trainer, from scratch or from a checkpoint.
 
-    Repeated, a training that broke off goes on. On several GPUs: accelerate launch -m diffllama pretrain CONFIG.yaml
+    Repeat the command to resume an interrupted training. On several GPUs: accelerate launch -m diffllama pretrain
+    CONFIG.yaml
     """
     with needs("train"):
         from diffllama.training.settings import read_sections
 
-        read_sections(config)  # most mistakes are found before seconds of imports
+        read_sections(config)  # finds most mistakes before imports that take seconds
         from accelerate import PartialState
 
         from diffllama.training.pretraining import pretrain as run  # takes seconds to import
 
     folder = run(config, of_baseline=of_baseline)
     processes = PartialState()
-    processes.wait_for_everyone()  # a process that leaves while another needs it dies of an abort, or kills the other
+    processes.wait_for_everyone()  # a process that exits while others need it aborts, or makes them abort
     processes.destroy_process_group()
     if processes.is_main_process:
         err.print(f"Wrote {folder}", markup=False)
@@ -358,9 +374,9 @@ def pretrain(
 
 @app.command("eval", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def evaluate(ctx: typer.Context) -> None:
-    """Run the LM Evaluation Harness (lm-eval), which then knows the model and the paper's tasks.
+    """Run the LM Evaluation Harness (lm-eval) with support for diffllama models and the paper's tasks.
 
-    All arguments are lm-eval's.
+    All arguments are passed to lm-eval.
     """
     with needs("eval"):
         from diffllama.evaluation.tasks.command import run
@@ -373,15 +389,15 @@ def memory(
     config: Annotated[
         str, typer.Argument(metavar="CONFIG", help="Model folder, config.json, repository owner/name, or preset.")
     ],
-    context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence, prompt and answer.")],
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 1,
-    dtype: Annotated[DType, typer.Option(help="auto is the configuration's.")] = "auto",
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repository.")] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens per sequence, prompt and answer together.")],
+    batch: Annotated[int, typer.Option(min=1, help="Batch size in sequences.")] = 1,
+    dtype: Annotated[DType, typer.Option(help="Dtype of weights, cache and activations; auto: the model's.")] = "auto",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None,
 ) -> None:
-    """Tell what memory a model takes when it generates: weights, keys and values, activations.
+    """Estimate the memory that a model needs to generate text: weights, KV cache and activations.
 
-    Activations are those of all prompts read at once, by any attention but eager. Engines that read prompts in pieces
-    take less, and reserve their cache in advance: its room divided by the bytes a token takes is what they can hold.
+    Activations are those of a prefill of all prompts at once, with any attention function but eager. Engines with
+    chunked prefill need less. They reserve the KV cache in advance; it holds its size divided by the bytes per token.
     """
     from diffllama.memory import memory as run  # takes seconds to import
     from diffllama.memory import read_config
@@ -389,23 +405,23 @@ def memory(
     needed = run(read_config(config, revision), context, batch, dtype)
     rows = {
         "weights": needed.weights,
-        f"keys and values of {batch:,} × {context:,} tokens": needed.cache,
+        f"KV cache of {batch:,} × {context:,} tokens": needed.cache,
         "activations": needed.activations,
-        "sum": needed.total,
+        "total": needed.total,
     }
     table = Table(str(needed.dtype).removeprefix("torch."), Column("GiB", justify="right"), box=None)
     for name, size in rows.items():
         table.add_row(name, f"{size / 2**30:,.3f}")
     console = Console(highlight=False)
     console.print(table)
-    console.print(f"{needed.cache_per_token:,} bytes of keys and values a token")
+    console.print(f"KV cache per token: {needed.cache_per_token:,} bytes")
 
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(ctx: typer.Context) -> None:
-    """Run transformers' server (transformers serve), which then knows the model. It talks as OpenAI's does.
+    """Run transformers' OpenAI-compatible server (transformers serve) with support for diffllama models.
 
-    All arguments are those of transformers serve.
+    All arguments are passed to transformers serve.
     """
     from diffllama.serving import check_options, run
 
@@ -414,12 +430,12 @@ def serve(ctx: typer.Context) -> None:
 
 
 app.add_typer(
-    probes, name="probe", help="Measure what the paper measured: a table, a JSON file and a figure for each experiment."
+    probes, name="probe", help="Repeat the paper's experiments. Each writes a table, a JSON file and a figure."
 )
 
 
 def main() -> None:
-    """Runs the command line: one line for an error (a list if there are several), no traceback, exit status 1.
+    """Runs the command line. An error is one printed line (a list if there are several) and exit status 1.
 
     `--debug`, before or after the command, shows the traceback. Ctrl-C ends a command with status 130.
     `--install-completion` and `--show-completion` are typer's; a shell's name may follow them.
@@ -436,7 +452,7 @@ def main() -> None:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal interrupted
-        if os.getpid() != pid:  # a process that this one has forked, and ends itself
+        if os.getpid() != pid:  # in a forked child, which must not run the handlers and cleanup of this process
             os._exit(128 + number)
         interrupted = True
         raise KeyboardInterrupt
@@ -451,15 +467,15 @@ def main() -> None:
     try:
         app(arguments, prog_name="diffllama")  # also as `python -m diffllama`, which no shell can complete
     except Exception as error:
-        # Whatever a library raises on a broken file is the user's news, not a bug report.
-        if interrupted:  # and the library has made another error of it
+        # Libraries raise errors of any type on a broken file: the user needs the message, not a traceback.
+        if interrupted:  # and a library has turned KeyboardInterrupt into this error
             sys.exit(130)
         if debug:
             raise
         text = (str(error) if isinstance(error, DiffLlamaError) else " ".join(str(error).split())) or "no message"
-        of_configuration = type(error).__module__ == "huggingface_hub.errors"  # a field is wrong, which it names
+        of_configuration = type(error).__module__ == "huggingface_hub.errors"  # it names the wrong field
         if not (isinstance(error, (OSError, ValueError, ImportError)) or of_configuration):
-            text += " (run again with --debug to see where it comes from)"
+            text += " (run again with --debug to see the traceback)"
         err.print(f"[red]Error:[/red] {type(error).__name__}: ", end="")
         err.print(text, markup=False)
         sys.exit(1)

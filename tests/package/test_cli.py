@@ -211,8 +211,8 @@ def test_debug_shows_the_traceback_of_any_command(
             StrictDataclassFieldValidationError("x", ValueError("`x` must be 1, got 2.")),
             "StrictDataclassFieldValidationError: Validation error for field 'x': ValueError: `x` must be 1, got 2.",
         ),
-        (KeyError("x"), "KeyError: 'x' (run again with --debug to see where it comes from)"),
-        (AssertionError(), "AssertionError: no message (run again with --debug to see where it comes from)"),
+        (KeyError("x"), "KeyError: 'x' (run again with --debug to see the traceback)"),
+        (AssertionError(), "AssertionError: no message (run again with --debug to see the traceback)"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
