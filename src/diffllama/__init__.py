@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """diffllama: differential attention (arXiv 2410.05258) as a Hugging Face model.
 
-`import diffllama` makes transformers' Auto classes know the model. It imports neither torch nor transformers by
-itself: registration happens when transformers' Auto classes are imported, or now if they already are.
+`import diffllama` registers the model with transformers' Auto classes. It imports neither torch nor transformers:
+registration happens when the Auto classes are imported, or at once if they already are.
 """
 
 import importlib

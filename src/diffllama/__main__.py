@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command `diffllama`, which is also `python -m diffllama`."""
+"""Entry point of the command `diffllama` and of `python -m diffllama`."""
 
 import os
 import signal
@@ -8,13 +8,13 @@ from types import FrameType
 
 
 def leave(number: int, frame: FrameType | None) -> None:
-    """Ends the process at once, as after Ctrl-C, when there is nothing to clean up."""
+    """Handles a signal by ending the process at once, without cleanup."""
     os._exit(128 + number)
 
 
 def main() -> None:
-    """Runs the command line. Ctrl-C ends it without a traceback also while it is imported, and at its end."""
-    handled = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN  # ignored in the background of a script
+    """Runs the command line. Ctrl-C prints no traceback, even during imports and at exit."""
+    handled = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN  # a shell script ignores it for background jobs
     if handled:
         signal.signal(signal.SIGINT, leave)
     from diffllama.cli import main  # takes a third of a second to import

@@ -1,11 +1,11 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Registration with transformers' Auto classes, and with peft, once they are imported.
+"""Registers the model with transformers' Auto classes and with peft when these are imported.
 
-transformers takes seconds to import and the model's code more, while `import diffllama` should cost nothing. So the
+transformers takes seconds to import and the model's code more, while `import diffllama` should take no time. So the
 configuration is registered when transformers' `AutoConfig` is imported, and the models when the first configuration is
-made: no Auto class can look a model up before that. (Not when `AutoModel` is imported: modules that the model needs
-import `AutoModel` half-way through themselves.)
+created: no Auto class looks up a model before that. Importing `AutoModel` cannot register them, because modules that
+the model needs import `AutoModel` while they are only partly imported themselves.
 """
 
 import functools
@@ -16,7 +16,7 @@ import wrapt
 
 
 def register_when_imported() -> None:
-    """Registers with what is imported already, and with the rest right after it is imported."""
+    """Registers with the modules that are imported already, and with the others right after their import."""
     wrapt.register_post_import_hook(register_config, "transformers.models.auto.configuration_auto")
     wrapt.register_post_import_hook(register_models_with_first, "diffllama.modeling_diff.configuration_diffllama")
     wrapt.register_post_import_hook(register_attention, "diffllama.modeling_diff.modeling_diffllama")
@@ -24,7 +24,7 @@ def register_when_imported() -> None:
 
 
 def register_config(configuration_auto: ModuleType) -> None:
-    """Makes `AutoConfig` know `DiffLlamaConfig`."""
+    """Registers `DiffLlamaConfig` with `AutoConfig`."""
     from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
     configuration_auto.AutoConfig.register(DiffLlamaConfig.model_type, DiffLlamaConfig, exist_ok=True)
@@ -32,17 +32,17 @@ def register_config(configuration_auto: ModuleType) -> None:
 
 
 def register_models_with_first(configuration_diffllama: ModuleType) -> None:
-    """Has the first `DiffLlamaConfig` register the models.
+    """Makes the first `DiffLlamaConfig` register the models when it is created.
 
-    It imports nothing: a thread that imports the configuration and one that imports `AutoConfig` would wait for each
-    other.
+    This hook itself must import nothing: a thread that imports the configuration and one that imports `AutoConfig`
+    would deadlock.
     """
 
     def register_models_and_make(cls: type, *args: Any, **kwargs: Any) -> Any:
         register_models()
         return object.__new__(cls)
 
-    # Not `__init__`, which is not called when a configuration is unpickled
+    # `__new__`, because unpickling a configuration does not call `__init__`
     configuration_diffllama.DiffLlamaConfig.__new__ = register_models_and_make
 
 
@@ -62,12 +62,12 @@ def register_models() -> None:
 
 
 def register_attention(modeling_diffllama: ModuleType) -> None:
-    """Registers the attention function `diff_attention`, which is then V1's default."""
+    """Registers the attention function `diff_attention`, the default of V1."""
     from diffllama import attention  # noqa: F401 - importing it registers
 
 
 def register_target_modules(constants: ModuleType) -> None:
-    """Gives every method of peft the layers of a Llama as those that it adapts by default; ours have the same names."""
+    """Registers Llama's default target modules with every peft method for this model, whose layers have those names."""
     from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
     for name, mapping in vars(constants).items():

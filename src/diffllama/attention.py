@@ -1,6 +1,9 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Registers the attention function `diff_attention` with transformers: the kernels, and `sdpa` for all else."""
+"""Registers the attention function `diff_attention` with transformers.
+
+It calls the kernels where they support the inputs, and transformers' `sdpa` elsewhere.
+"""
 
 from typing import Any
 
@@ -14,7 +17,7 @@ from diffllama.modeling_diff.modeling_diffllama import DIFF_ATTENTION
 
 
 def diff_attention_forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """`kernels.attention_forward`, which leaves what it does not compute to transformers' `sdpa`."""
+    """Calls `kernels.attention_forward` with transformers' `sdpa` as the fallback for unsupported inputs."""
     return kernels.attention_forward(*args, sdpa=sdpa_attention_forward, **kwargs)
 
 
@@ -25,9 +28,9 @@ def diff_attention_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The mask of `sdpa`; on a GPU its `kernels.key_intervals`, once for all layers, unless it may have holes.
+    """Returns the mask of `sdpa`, or on a GPU the equivalent `kernels.key_intervals`, once for all layers.
 
-    Padding between tokens and masks of the caller's own may leave holes.
+    Padding between tokens and custom masks may hide keys between visible ones. Such a mask stays a mask.
     """
     mask = sdpa_mask(*args, attention_mask=attention_mask, use_vmap=use_vmap, device=device, **kwargs)
     if mask is None or not kernels.runs_triton(device):

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What memory a model takes when it generates, from its configuration alone."""
+"""Estimates the memory that a model needs to generate text, from its configuration alone."""
 
 import os
 import re
@@ -19,15 +19,15 @@ from diffllama.configuration import preset, preset_names
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a model takes when it generates.
+    """Memory in bytes that a model needs to generate text.
 
     Args:
-        weights: parameters, tied ones once.
-        cache: keys and values of all tokens. Layers with a sliding window keep no more than it.
-        cache_per_token: of one token of one sequence, in all layers.
-        activations: the most that is computed at a time while the prompts are read, all at once and without maps in
-            memory (every implementation but `eager`).
-        dtype: of all of these.
+        weights: parameters; tied parameters count once.
+        cache: KV cache of all tokens. Layers with a sliding window store at most its tokens.
+        cache_per_token: KV cache of one token of one sequence, in all layers.
+        activations: peak during a prefill of all prompts at once, with an attention function that does not store the
+            softmax maps (any but `eager`).
+        dtype: dtype of weights, cache and activations.
     """
 
     weights: int
@@ -38,26 +38,28 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Weights, cache and activations."""
+        """Sum of weights, cache and activations."""
         return self.weights + self.cache + self.activations
 
 
 LARGEST = {"num_hidden_layers": 1000, "num_labels": 10**6}
-"""What a configuration may ask for. Of more, transformers makes lists and modules for hours."""
+"""Largest values that a configuration may have. With larger ones, transformers builds lists and modules for hours."""
 
 MATRICES = re.compile(r"layers\.\d+\.(self_attn\.(q|k|v|qkv|o|lambda)|mlp\.(gate|up|gate_up|down))_proj\.weight")
-"""Weights of two dimensions in a layer of Llama's build, ours included."""
+"""Names of the 2D weights in a layer of a Llama or of a diffllama model."""
 
 
 def read_config(src: str | os.PathLike[str], revision: str | None = None) -> PretrainedConfig:
-    """A configuration: of a model's folder, `config.json`, a repository of the Hub, or a preset.
+    """Reads a configuration without running code of its folder.
 
-    Code of the folder is not run.
+    Args:
+        src: model folder, path of a `config.json`, repository of the Hub, or name of a preset.
+        revision: branch, tag or commit of the repository.
 
     Raises:
-        FileNotFoundError: there is none of these.
-        ValueError: it is no configuration of a model that transformers or this package knows, or too large, or
-            `revision` is given for something that is no repository.
+        FileNotFoundError: `src` is none of these.
+        ValueError: neither transformers nor this package knows the model, or the configuration is invalid or too
+            large, or `src` has a `revision` but is no repository.
     """
     if os.fspath(src) in preset_names() and not os.path.exists(src):
         if revision is not None:
@@ -67,13 +69,14 @@ def read_config(src: str | os.PathLike[str], revision: str | None = None) -> Pre
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(
-            f"{file} does not exist. Give a model's folder, or a preset: {', '.join(preset_names())}."
+            f"{file} does not exist. Name a model folder, a repository of the Hub, or a preset: "
+            f"{', '.join(preset_names())}."
         )
     fields = read_json(file)
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        reason = " Code of its own is not run." if "auto_map" in fields else ""
-        raise ValueError(f"{file}: neither transformers nor diffllama knows the `model_type` {kind!r}.{reason}")
+        reason = " The model's own code is not run." if "auto_map" in fields else ""
+        raise ValueError(f"{file}: transformers and diffllama have no `model_type` {kind!r}.{reason}")
     for name, largest in LARGEST.items():
         if isinstance(fields.get(name), int | float) and fields[name] > largest:
             raise ValueError(f"{file}: `{name}` must be at most {largest:,}, got {fields[name]:,}.")
@@ -81,35 +84,35 @@ def read_config(src: str | os.PathLike[str], revision: str | None = None) -> Pre
         torch_dtype(fields["dtype"])
     try:
         return AutoConfig.from_pretrained(file, trust_remote_code=False)
-    except Exception as error:  # as many kinds as there are configurations
-        raise ValueError(f"{file} is no configuration of a {kind}: {error}") from error
+    except Exception as error:  # each configuration class raises its own types
+        raise ValueError(f"{file} is not a valid configuration of `model_type` {kind!r}: {error}") from error
 
 
 def llama_like_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The model of a configuration, without values.
+    """Returns the model of a configuration on the meta device.
 
     Raises:
-        ValueError: it is not of Llama's build: it has other weights (compressed keys and values, mixtures of experts,
-            states instead of a cache), or keys and values whose width differs from layer to layer.
+        ValueError: the model does not have a Llama's layers: it has other weights (compressed keys and values, mixtures
+            of experts, states instead of a KV cache), or the width of its keys and values differs between layers.
     """
-    kind = f"A {config.model_type} is not built like a Llama"
+    kind = f"`model_type` {config.model_type!r} does not have a Llama's layers"
     if getattr(config, "is_heterogeneous", False):
-        raise ValueError(f"{kind}: its layers differ.")
+        raise ValueError(f"{kind}: its layers differ from each other.")
     for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
         number = getattr(config, name, None)
         if not isinstance(number, int):
-            raise ValueError(f"{kind}: its configuration has no {name}.")
+            raise ValueError(f"{kind}: its configuration has no integer `{name}`.")
         if number < 1:
             raise ValueError(f"`{name}` must be at least 1, got {number}.")
     other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if other:
-        raise ValueError(f"{kind}: its `layer_types` have {', '.join(sorted(other))}.")
+        raise ValueError(f"{kind}: its `layer_types` contain {', '.join(sorted(other))}.")
     if getattr(config, "quantization_config", None):
-        raise ValueError("`quantization_config`: what quantized weights take is not known here.")
+        raise ValueError("`quantization_config` is set: the memory of quantized weights cannot be estimated.")
     try:
         model = meta_model(config)
-    except Exception as error:  # as many kinds as there are models
-        raise ValueError(f"No {config.model_type} can be built from this configuration: {error}") from error
+    except Exception as error:  # each model class raises its own types
+        raise ValueError(f"Cannot build a {config.model_type} from this configuration: {error}") from error
     key_or_value = config.num_key_value_heads * head_dim_of(config)
     widths = {
         "k_proj": key_or_value,
@@ -120,7 +123,7 @@ def llama_like_model(config: PretrainedConfig) -> PreTrainedModel:
         if "layers." not in name or weight.ndim < 2:
             continue
         if not MATRICES.search(name):
-            raise ValueError(f"{kind}: it has the weights {name}.")
+            raise ValueError(f"{kind}: it has the weight {name}.")
         width = widths.get(name.split(".")[-2], len(weight))
         if len(weight) != width:
             raise ValueError(f"{kind}: {name} has {len(weight)} rows instead of {width}.")
@@ -128,30 +131,34 @@ def llama_like_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def head_dim_of(config: PretrainedConfig) -> int:
-    """Width of a key."""
+    """Returns the width of a key head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
-    """A dtype, or the one of this name. Raises `ValueError` if there is none."""
+    """Returns a dtype given by itself or by its name.
+
+    Raises:
+        ValueError: PyTorch has no such dtype.
+    """
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(named, torch.dtype):
-        raise ValueError(f"`dtype` must be one of PyTorch's, got {dtype!r}.")
+        raise ValueError(f"`dtype` must be a dtype of PyTorch, got {dtype!r}.")
     return named
 
 
 def memory(config: PretrainedConfig, context: int, batch: int = 1, dtype: DType = "auto") -> Memory:
-    """What a language model of Llama's build, differential or not, takes when it generates.
+    """Estimates the memory that a language model with a Llama's layers, differential or not, needs to generate text.
 
     Args:
-        config: its configuration.
-        context: tokens of each sequence, prompt and answer.
-        batch: sequences at a time.
-        dtype: of weights, cache and activations. `auto` is the configuration's, float32 where it names none.
+        config: configuration of the model.
+        context: tokens per sequence, prompt and answer together.
+        batch: batch size in sequences.
+        dtype: dtype of weights, cache and activations. `auto` is the configuration's, or float32 if it has none.
 
     Raises:
-        ValueError: `context` or `batch` is not positive or no 64-bit number, the `dtype` is none of PyTorch's, or the
-            model is not of Llama's build.
+        ValueError: `context` or `batch` is below 1 or not below 2**63, `dtype` is not a dtype of PyTorch, or the model
+            does not have a Llama's layers.
     """
     for name, number in (("context", context), ("batch", batch)):
         if not 1 <= number < 2**63:
@@ -165,13 +172,13 @@ def memory(config: PretrainedConfig, context: int, batch: int = 1, dtype: DType 
     types = getattr(config, "layer_types", None) or [of_all] * config.num_hidden_layers
     kept = sum(min(context, window) if window and layer == "sliding_attention" else context for layer in types)
 
-    # Numbers a token of what the two halves of a layer have at their fullest: hidden states, of the model's input, the
-    # layer's input and so on; queries while they are rotated; queries, all maps' outputs and, in float32, noise times λ
-    # and differences; queries, and heads while they are normalised in float32; gate, up and their product; four numbers
-    # in float32 for each of PolyNorm's input.
+    # Numbers per token that exist at the peak of the attention and of the MLP of a layer. Attention: hidden states
+    # (input of the model, of the layer, ...), and the largest of: queries during rotation; queries, outputs of all maps
+    # and, in float32, λ times noise and the differences; queries, and heads during their normalisation in float32.
+    # MLP: hidden states, and gate, up and their product, or four float32 numbers per input of PolyNorm.
     maps, rotary_dim = config.num_attention_heads, getattr(config, "rotary_dim", head_dim)
     signals, half = getattr(config, "num_signal_heads", 0), own.itemsize < 4
-    scaled = maps - signals if getattr(config, "diff_variant", "v2") == "v1" else signals  # V2's λ is a signal's
+    scaled = maps - signals if getattr(config, "diff_variant", "v2") == "v1" else signals  # V2 has a λ per signal head
     subtracted = 2 * maps + (2 * scaled + 4 * signals if half else scaled + signals)
     normalised = maps + (6 if half else 3) * signals
     attention = 3 * config.hidden_size + max(4 * maps * rotary_dim, max(subtracted, normalised) * head_dim)

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`transformers serve`, which then knows the model, and refuses requests that it cannot answer."""
+"""`transformers serve` with support for diffllama models. It refuses requests that it cannot answer."""
 
 import ast
 import functools
@@ -17,33 +17,34 @@ from diffllama.checkpoints.extras import needs
 
 
 MAX_BODY_SIZE = 8 * 2**20
-"""Bytes of a request. To read a prompt takes about a hundred times as much memory."""
+"""Largest request in bytes. Tokenizing a prompt takes about a hundred times as much memory."""
 
 
 def command(function: Any) -> Any:
-    """A function or class as the command `serve`."""
+    """Makes a function or class the command `serve`."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    help = "Run transformers' server (transformers serve), which then knows the model. It talks as OpenAI's does."
+    help = "Run transformers' OpenAI-compatible server (transformers serve) with support for diffllama models."
     app.command("serve", help=help)(function)
     return typer.main.get_command(app)
 
 
 def check_options(arguments: list[str], parent: Any = None) -> None:
-    """Finds what is wrong with arguments of `transformers serve` before it is imported, which takes seconds.
+    """Checks arguments of `transformers serve` without importing it, which takes seconds.
 
-    Its options are read from the source of its class.
+    The options are read from the source of transformers' class `Serve`.
 
     Args:
-        parent: context of the command above.
+        arguments: words after `serve` on the command line.
+        parent: context of the parent command.
 
     Raises:
         click.UsageError: an option or its value is wrong.
-        typer.Exit: help was asked for, and printed.
-        FileNotFoundError: the model is a path, where nothing is.
+        typer.Exit: the arguments ask for the help, which is printed.
+        FileNotFoundError: the model is a path that does not exist.
     """
     (folder,) = find_spec("transformers").submodule_search_locations  # type: ignore[union-attr, misc] # is a package
     tree = ast.parse(Path(folder, "cli", "serve.py").read_bytes())
-    tree.body = [  # no import of transformers, and nothing that is computed
+    tree.body = [  # drops imports of transformers, and statements that compute something
         node
         for node in tree.body
         if isinstance(node, ast.Import | ast.ClassDef) or (isinstance(node, ast.ImportFrom) and node.module == "typing")
@@ -53,21 +54,21 @@ def check_options(arguments: list[str], parent: Any = None) -> None:
     context = command(names["Serve"]).make_context("serve", list(arguments), parent=parent)
     model = context.params["force_model"] or ""
     if model.startswith(("/", "./", "../")) and not Path(model.partition(":")[0]).exists():  # folder:file.gguf
-        raise FileNotFoundError(f"{model} does not exist. Name a model's folder, or a repository of the Hub.")
+        raise FileNotFoundError(f"{model} does not exist. Name a model folder, or a repository of the Hub.")
 
 
 def limit_to_context(context: int | None, inputs: Any, generation_config: Any) -> None:
-    """Ends an answer where the model's context ends.
+    """Limits `max_new_tokens` so that generation stops at the end of the model's context.
+
+    With continuous batching, transformers 5.23 stops serving after an empty prompt, and once its cache is full.
 
     Args:
-        context: tokens of a prompt and its answer; `None` is no limit.
-        inputs: what a tokenizer made of a prompt; its `input_ids` are a list, or a tensor [1, n].
-        generation_config: of this request; its `max_new_tokens` is set.
+        context: maximum number of tokens of a prompt and its answer; `None` for no limit.
+        inputs: tokenized prompt, whose `input_ids` are a list or a tensor [1, n].
+        generation_config: configuration of this request; its `max_new_tokens` is set.
 
     Raises:
-        fastapi.HTTPException: the prompt is empty or leaves no room for an answer, or no token is asked for. In
-            continuous batching, transformers 5.23 gives up all requests, those to come too, after an empty prompt,
-            and once its cache is full.
+        fastapi.HTTPException: the prompt is empty or fills the context, or the request asks for no tokens.
     """
     from fastapi import HTTPException
 
@@ -82,45 +83,49 @@ def limit_to_context(context: int | None, inputs: Any, generation_config: Any) -
         return
     if length >= context:
         raise HTTPException(400, f"The prompt has {length} tokens, and the model's context {context}: shorten it.")
-    room = context - length
-    generation_config.max_new_tokens = room if wanted is None else min(wanted, room)
+    remaining = context - length
+    generation_config.max_new_tokens = remaining if wanted is None else min(wanted, remaining)
 
 
 class LimitedToContext:
-    """What transformers' managers of generation, one at a time or in continuous batches, do besides."""
+    """Mixin of transformers' generation managers: limits answers to the model's context."""
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any) -> Any:
-        """As theirs, within the model's context."""
+        """Generates an answer in pieces, within the model's context."""
         limit_to_context(context_of(model), inputs, gen_config)
         return super().generate_streaming(model, processor, inputs, gen_config, **options)  # type: ignore[misc]
 
     def generate_non_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any) -> Any:
-        """As theirs, within the model's context."""
+        """Generates a whole answer, within the model's context."""
         limit_to_context(context_of(model), inputs, gen_config)
         return super().generate_non_streaming(model, processor, inputs, gen_config, **options)  # type: ignore[misc]
 
 
 def context_of(model: Any) -> int | None:
-    """Tokens of a model's context, or `None`."""
+    """Returns the context length of a model in tokens, or `None` if the configuration has none."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 class Pinned:
-    """Changes to transformers' manager of models: a pinned server loads no other model, `diff_attention` is known."""
+    """Mixin of transformers' model manager: one pinned model, and the attention function `diff_attention`."""
 
     force_model: str | None
     attn_implementation: str | None
 
     def _validate_args(self) -> None:
-        """Check the server's options. transformers 5.23 has a fixed list of attention functions."""
-        name, self.attn_implementation = self.attn_implementation, None
-        if name != "diff_attention":
-            self.attn_implementation = name
+        """Checks the server's options. transformers 5.23 has a fixed list of attention functions without ours."""
+        name = self.attn_implementation
+        if name == "diff_attention":
+            self.attn_implementation = None
         super()._validate_args()  # type: ignore[misc]
         self.attn_implementation = name
 
     def process_model_name(self, model_id: str) -> str:
-        """As transformers', of the model that the server was started with, if it was started with one."""
+        """Returns transformers' name of a requested model.
+
+        Raises:
+            fastapi.HTTPException: the server was started with another model.
+        """
         from fastapi import HTTPException
 
         pinned = self.force_model
@@ -131,14 +136,14 @@ class Pinned:
 
 @functools.cache
 def adapt_transformers() -> None:
-    """Makes the server of transformers (5.6 to 5.23) know our model and the limits above."""
+    """Adds the model class and the limits above to transformers' server (5.6 to 5.23)."""
     from starlette.middleware.body_limit import RequestBodyLimitMiddleware
     from transformers.cli.serving import model_manager, server, utils
 
     from diffllama.modeling_diff.modeling_diffllama import DifferentialLlamaForCausalLM
 
-    # It looks a model's class up in transformers, by the name in config.json, so it serves no code from a folder. (Its
-    # own module of that name: transformers puts another one in its place while a model is imported.)
+    # The server looks up the model's class in transformers, by the name in config.json: it runs no code of a folder.
+    # The class is set on the server's own reference, since transformers replaces its module while a model is imported.
     setattr(model_manager.transformers, DifferentialLlamaForCausalLM.__name__, DifferentialLlamaForCausalLM)
     for name in ("GenerateManager", "CBGenerateManager"):
         setattr(utils, name, type(name, (LimitedToContext, getattr(utils, name)), {}))
@@ -154,8 +159,15 @@ def adapt_transformers() -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """Runs `transformers serve` with these arguments, in this process."""
-    import transformers  # noqa: F401 # first: while it is imported, another module takes its place
+    """Runs `transformers serve` in this process.
+
+    Args:
+        arguments: words after `serve` on the command line.
+
+    Raises:
+        ModuleNotFoundError: the extra `serve` is not installed.
+    """
+    import transformers  # noqa: F401 # before its submodules: transformers replaces its module while it is imported
 
     with needs("serve"):
         for name in ("fastapi", "openai", "starlette.middleware.body_limit", "uvicorn"):
@@ -163,7 +175,8 @@ def run(arguments: list[str]) -> None:
     from transformers.cli.serve import Serve
 
     adapt_transformers()
-    # The server's own ends, after it has closed its connections: the command line's would wait for its threads
+    # uvicorn closes its connections and then raises the signal again. The command line's handlers would wait for the
+    # server's threads then.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, leave)
     with command(Serve).make_context("serve", list(arguments)) as context:

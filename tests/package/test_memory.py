@@ -125,14 +125,14 @@ def test_relatives_of_llama_take_what_is_told(name: str) -> None:
         ("Mixtral", "mlp.gate.weight"),  # experts
         ("GptOss", "mlp.router.weight"),
         ("Lfm2", "self_attn.out_proj.weight"),
-        ("FalconH1", "`layer_types` have hybrid"),
+        ("FalconH1", "`layer_types` contain hybrid"),
         ("Gemma4Text", "its layers differ"),
     ],
 )
 def test_models_of_another_build_are_refused(name: str, reason: str) -> None:
     if not hasattr(transformers, f"{name}Config"):
         pytest.skip("not in this version of transformers")
-    with pytest.raises(ValueError, match=f"is not built like a Llama: .*{re.escape(reason)}"):
+    with pytest.raises(ValueError, match=f"does not have a Llama's layers: .*{re.escape(reason)}"):
         memory(getattr(transformers, f"{name}Config")(**SIZES), 12)
 
 
@@ -177,7 +177,7 @@ def test_code_of_a_folder_is_neither_run_nor_asked_for(tmp_path: Path, monkeypat
     monkeypatch.setattr("builtins.input", ask)
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')")
     fields = {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
-    for model_type, message in {"unheard-of": "'unheard-of'. Code of its own is not run", "llama": None}.items():
+    for model_type, message in {"unheard-of": "'unheard-of'. The model's own code is not run", "llama": None}.items():
         (tmp_path / "config.json").write_text(json.dumps(SIZES | fields | {"model_type": model_type}))
         if message is None:
             assert memory(read_config(tmp_path), 10).total > 0
@@ -193,8 +193,8 @@ def test_code_of_a_folder_is_neither_run_nor_asked_for(tmp_path: Path, monkeypat
         ({"num_hidden_layers": 10**6}, "`num_hidden_layers` must be at most 1,000, got 1,000,000"),
         ({"num_labels": 10**9}, "`num_labels` must be at most"),
         ({"num_key_value_heads": 0}, "`num_key_value_heads` must be at least 1, got 0"),
-        ({"intermediate_size": 2**60}, "No llama can be built from this configuration: .*1152921504606846976"),
-        ({"dtype": "load"}, "`dtype` must be one of PyTorch's, got 'load'"),
+        ({"intermediate_size": 2**60}, "Cannot build a llama from this configuration: .*1152921504606846976"),
+        ({"dtype": "load"}, "`dtype` must be a dtype of PyTorch, got 'load'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "`quantization_config`"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -214,7 +214,7 @@ def test_memory_of_no_configuration_names_the_reason(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"config\.json"):
             read_config(file)
     transformers.BertConfig().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="bert is not built like a Llama"):
+    with pytest.raises(ValueError, match="'bert' does not have a Llama's layers"):
         memory(read_config(tmp_path), 10)
     for context, batch in ((0, 1), (1, 0), (2**63, 1), (1, 2**63)):
         with pytest.raises(ValueError, match=r"must be at least 1 and below 2\*\*63, got"):
