@@ -1,9 +1,9 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attention alone: what is between the rotated queries, keys and values and the head norm or output projection.
+"""Attention only: from the rotated queries, keys and values to the input of the head norm or output projection.
 
-Of ours that is padding the queries and joining the keys (V1), the call of the registered attention function and the
-combination of the maps; of the Transformer the call.
+For our models this is padding the queries and joining the keys (V1), calling the registered attention function and
+combining the maps; for the Transformer it is the call.
 """
 
 from dataclasses import replace
@@ -22,22 +22,22 @@ from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention, eager
 
 
 CHECKED_QUERIES = 32
-"""A forward is checked at so many queries of the sequence, the first and the last among them."""
+"""Number of queries at which a forward is checked, including the first and the last of the sequence."""
 
 
 class Attention:
     """One layer's attention with random queries, keys and values.
 
     Args:
-        architecture: whose.
-        setting: sizes.
-        decoding: one query, and keys and values as a cache has them; otherwise as many queries as keys, as
-            projections make them.
+        architecture: architecture of the layer.
+        setting: sizes, dtype and device.
+        decoding: if true, one query, and keys and values in the layout of a KV cache; otherwise as many queries as
+            keys, in the layout of the projections' outputs.
     """
 
     def __init__(self, architecture: Architecture, setting: Setting, decoding: bool = False) -> None:
         config = configuration(architecture, llama(setting.shape, setting.groups))
-        with torch.device("meta"):  # of the module, attention functions read only attributes
+        with torch.device("meta"):  # attention functions read only the module's attributes
             self.module: Any = (DiffLlamaAttention if architecture in DIFFERENTIAL else LlamaAttention)(config, 0)
         self.architecture, self.setting = architecture, setting
         self.differential, self.joins = architecture in DIFFERENTIAL, architecture == "v1"
@@ -66,11 +66,11 @@ class Attention:
         self.gradient = self.gradient.to(setting.torch_dtype)
 
     def use(self, implementation: str) -> None:
-        """Chooses the attention function."""
+        """Selects the attention function."""
         self.module.config._attn_implementation = implementation
 
     def __call__(self) -> torch.Tensor:
-        """Outputs [b, queries, heads, width of values], by the chosen attention function."""
+        """Computes outputs [b, queries, heads, width of values] with the selected attention function."""
         query = pad_queries(self.query, self.module.signals_per_noise) if self.joins else self.query
         key = self.cached if self.decoding else (join_keys(self.key) if self.joins else self.key).transpose(1, 2)
         more = {"differential_lambda": self.differential_lambda} if self.differential else {}
@@ -88,16 +88,21 @@ class Attention:
             sliding_window=None,
             **more,
         )
-        if output.shape[2] > self.heads:  # every map's output; a fused function returns the differences
+        if output.shape[2] > self.heads:  # one output per map; fused functions return the differences
             output = combine_maps(output, self.differential_lambda, self.module.signals_per_noise)
         return output
 
     def plain(self, inputs: Tensors, rows: torch.Tensor) -> torch.Tensor:
-        """The same in plain PyTorch, at some queries, map by map, from inputs in any dtype."""
+        """Computes the outputs of some queries in plain PyTorch.
+
+        Args:
+            inputs: tensors of `self.inputs`, in any dtype.
+            rows: indices of the queries.
+        """
         query, key, value = (inputs[name].transpose(1, 2) for name in ("query", "key", "value"))
         query = query[:, :, rows]
         maps, length = query.shape[1], key.shape[2]
-        if self.joins:  # a head's two maps have a key each
+        if self.joins:  # each head has two maps with their own keys
             key = key.unflatten(1, (-1, 2)).repeat_interleave(maps // key.shape[1], 1).flatten(1, 2)
         else:
             key = key.repeat_interleave(maps // key.shape[1], 1)
@@ -109,21 +114,21 @@ class Attention:
             differential_lambda = inputs["differential_lambda"]
             if differential_lambda.dim() > 1:
                 differential_lambda = differential_lambda.transpose(1, 2)[:, :, rows]
-            size = maps // (maps - self.heads)  # of a group: signals, and last their noise
+            size = maps // (maps - self.heads)  # maps per group: the signals, then their noise
             signals = weights.unflatten(1, (-1, size))[:, :, :-1].flatten(1, 2)
             noise = weights[:, size - 1 :: size].repeat_interleave(size - 1, 1)
             weights = (signals - differential_lambda * noise).to(value.dtype)
         return (weights @ value.repeat_interleave(self.heads // value.shape[1], 1)).transpose(1, 2)
 
     def backward(self) -> None:
-        """Forward and backward; gradients are forgotten."""
+        """Runs a forward and a backward, and discards the gradients."""
         self().backward(self.gradient)
         for tensor in self.inputs.values():
             tensor.grad = None
 
 
 def in_dtype(attention: Attention, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Copies of the inputs in another dtype, but for λ, which is always in float32."""
+    """Copies the inputs to another dtype, except λ, which stays in float32."""
     return {
         name: tensor.detach().to(tensor.dtype if name == "differential_lambda" else dtype).requires_grad_()
         for name, tensor in attention.inputs.items()
@@ -132,7 +137,11 @@ def in_dtype(attention: Attention, dtype: torch.dtype) -> dict[str, torch.Tensor
 
 @torch.no_grad()
 def check_outputs(attention: Attention) -> None:
-    """Raises `CorrectnessError` unless outputs are plain PyTorch's, at some queries of the whole length."""
+    """Compares outputs with plain PyTorch's at `CHECKED_QUERIES` queries of the sequence.
+
+    Raises:
+        CorrectnessError: they differ.
+    """
     count, setting = attention.query.shape[1], attention.setting
     rows = torch.linspace(0, count - 1, min(count, CHECKED_QUERIES), device=setting.device).long()
     compare_with_plain(
@@ -144,7 +153,11 @@ def check_outputs(attention: Attention) -> None:
 
 
 def check_gradients(attention: Attention) -> None:
-    """Raises `CorrectnessError` unless gradients of all inputs are plain PyTorch's."""
+    """Compares the gradients of all inputs with plain PyTorch's.
+
+    Raises:
+        CorrectnessError: they differ.
+    """
     setting = attention.setting
     generator = torch.Generator(setting.device).manual_seed(1)
     directions = [
@@ -156,10 +169,10 @@ def check_gradients(attention: Attention) -> None:
     def gradients(inputs: Tensors, outputs: torch.Tensor) -> dict[str, torch.Tensor]:
         by_name: dict[str, torch.Tensor] = {}
         for i, direction in enumerate(directions):
-            every = torch.autograd.grad(
+            grads = torch.autograd.grad(
                 outputs, list(inputs.values()), direction.to(outputs.dtype), retain_graph=True, allow_unused=True
             )
-            by_name |= {f"{name} {i}": grad for name, grad in zip(inputs, every, strict=True) if grad is not None}
+            by_name |= {f"{name} {i}": grad for name, grad in zip(inputs, grads, strict=True) if grad is not None}
         return by_name
 
     def plain(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -170,7 +183,7 @@ def check_gradients(attention: Attention) -> None:
 
 
 def forward(attention: Attention, implementation: str) -> Step:
-    """A forward: of a whole sequence, or of one query after a cache."""
+    """Returns the step of a forward: of a whole sequence, or of one query with a KV cache."""
     batch, queries = attention.query.shape[:2]
 
     @torch.no_grad()
@@ -181,7 +194,7 @@ def forward(attention: Attention, implementation: str) -> Step:
 
 
 def train(attention: Attention, implementation: str) -> Step:
-    """A forward and a backward, of all inputs."""
+    """Returns the step of a forward and a backward with gradients of all inputs."""
     setting = attention.setting
 
     def check() -> None:

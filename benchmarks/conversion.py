@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Converting streams: its time and its memory, beside a plain copy of the same files. Linux only.
+"""Time and peak memory of a conversion, compared with a plain copy of the same files. Linux only.
 
 Usage: python -m benchmarks.conversion [--model llama] [--gigabytes 8] [--rounds 3] [--folder DIR] [--json FILE]
 
@@ -12,9 +12,9 @@ The source has random weights, in a temporary folder that is removed at the end.
     convert   `convert(source=..., verify=False)`, which duplicates a Llama's queries and doubles its output
               projections, and renames a Motif's tensors
 
-Each runs in a fresh process, in turn, in rotating order. Before, everything is on the disk and nothing of the source in
-the page cache. Times begin after the imports and include fsync of the result. An uncounted round comes first; its
-results are checked.
+The cases run in turn, in rotating order, each in a fresh process. Before each run, dirty pages are written to the disk
+and the source is dropped from the page cache. Times start after the imports and include the fsync of the result. A
+warm-up round comes first; its results are checked.
 """
 
 import json
@@ -52,8 +52,17 @@ from diffllama.conversion.weight_map import Rule, plan
 
 
 def llama(nbytes: float, folder: Path) -> dict[str, torch.Tensor]:
-    """Writes the configuration of a Llama of about so many bytes in bfloat16, as wide as one of 8B, or half, a quarter
-    ... if it is too small, and returns its tensors on the meta device."""
+    """Writes the configuration of a Llama in bfloat16 of about a given size.
+
+    It is as wide as an 8B model, or half, a quarter, ... as wide if it would have fewer than 4 layers otherwise.
+
+    Args:
+        nbytes: size of the weights in bytes.
+        folder: folder for config.json.
+
+    Returns:
+        Tensors of the model on the meta device, by name.
+    """
     for scale in (1, 2, 4, 8, 16, 32):
         hidden, intermediate, vocab = 4096 // scale, 14336 // scale, 32000 // scale
         layers = round((nbytes / 2 - 2 * vocab * hidden) / (2.5 * hidden**2 + 3 * hidden * intermediate))
@@ -67,7 +76,7 @@ def llama(nbytes: float, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def motif_2(nbytes: float, folder: Path) -> dict[str, torch.Tensor]:
-    """The same of a Motif in float32, as wide as Motif-2.6B."""
+    """Does the same as `llama` for a Motif in float32, as wide as Motif-2.6B or narrower."""
     for scale in (1, 2, 4, 8, 16, 32):
         hidden, intermediate, vocab = 2048 // scale, 8192 // scale, 219520 // scale
         layers = max(1, round((nbytes / 4 - vocab * hidden) / (4 * hidden**2 + 3 * hidden * intermediate)))
@@ -85,7 +94,7 @@ MODELS: dict[str, Callable[[float, Path], dict[str, torch.Tensor]]] = {"llama": 
 
 
 def generate(model: str, nbytes: float, folder: Path) -> list[int]:
-    """Writes a checkpoint, with one shard in memory at a time, and returns the sizes of its tensors in bytes."""
+    """Writes a checkpoint with random weights, one shard at a time, and returns the sizes of its tensors in bytes."""
     tensors = MODELS[model](nbytes, folder)
     pattern = "model{suffix}.safetensors"
     split = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size="2GB")
@@ -102,7 +111,7 @@ def generate(model: str, nbytes: float, folder: Path) -> list[int]:
 
 
 def copy_tensors(src: Path, dest: Path) -> None:
-    """Copies the weights in a folder with the conversion's engine."""
+    """Copies the weights of a folder with the conversion's engine."""
     checkpoint = open_checkpoint(src)
     templates = {re.sub(r"\d+", "{i}", name) for name in checkpoint.tensors}
     dest.mkdir()
@@ -111,7 +120,7 @@ def copy_tensors(src: Path, dest: Path) -> None:
 
 
 def settings(src: Path) -> dict[str, Any]:
-    """A source's config.json."""
+    """Returns the fields of a folder's config.json."""
     return json.loads((src / "config.json").read_bytes())
 
 
@@ -123,15 +132,15 @@ CASES: dict[str, Callable[[Path, Path], object]] = {
 
 
 def for_files(folder: Path, call: Callable[[int], object]) -> None:
-    """Calls a function with a descriptor of each file in a folder."""
+    """Calls a function with the file descriptor of each file in a folder."""
     for path in filter(Path.is_file, folder.rglob("*")):
         with path.open("rb") as file:
             call(file.fileno())
 
 
 def measure(case: str, src: Path, dest: Path) -> dict[str, float]:
-    """Runs and measures a case in this process. Mapped files are part of its memory."""
-    os.sync()  # pages that are not on the disk would stay in the cache
+    """Runs and measures a case in this process. Its peak memory includes memory-mapped files."""
+    os.sync()  # dirty pages would stay in the page cache
     for_files(src, lambda file: os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED))
     imports, start = resident("VmHWM") / 1e6, time.perf_counter()
     CASES[case](src, dest)
@@ -142,18 +151,22 @@ def measure(case: str, src: Path, dest: Path) -> dict[str, float]:
 
 
 def measure_afresh(case: str, src: Path, dest: Path) -> dict[str, float]:
-    """Runs and measures a case in a process of its own."""
+    """Runs and measures a case in a fresh process."""
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         return process.submit(measure, case, src, dest).result()
 
 
 def check(case: str, src: Path, dest: Path) -> None:
-    """Raises unless some tensors of a case's result, in the first and the last layer, have the values they must."""
+    """Checks tensors of the first and the last layer of a case's result.
+
+    Raises:
+        AssertionError: a tensor has wrong values.
+    """
     config, source, result = settings(src), open_checkpoint(src), open_checkpoint(dest)
     changed = case == "convert" and config["model_type"] == "llama"
     for i in (0, config["num_hidden_layers"] - 1):
         for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj"):
-            expected, got = (each.read(f"model.layers.{i}.{name}.weight") for each in (source, result))
+            expected, got = (checkpoint.read(f"model.layers.{i}.{name}.weight") for checkpoint in (source, result))
             if changed and "q_proj" in name:
                 expected = expected.unflatten(0, (-1, config["head_dim"])).repeat_interleave(2, 0).flatten(0, 1)
             elif changed and "o_proj" in name:
@@ -162,7 +175,7 @@ def check(case: str, src: Path, dest: Path) -> None:
 
 
 def run(folder: Path, model: str, gigabytes: float, rounds: int, console: Console) -> dict[str, dict[str, Any]]:
-    """Checks and measures all cases in an empty folder. See the module's docstring."""
+    """Checks and measures all cases in an empty folder, as the module's docstring says."""
     where = machine("cpu") | {"rounds": rounds, "safetensors": safetensors.__version__}
     generate(model, 3e6, folder / "tiny")
     convert(folder / "tiny", folder / "converted", source=model, verify=True)  # raises if a logit differs
@@ -191,20 +204,22 @@ def run(folder: Path, model: str, gigabytes: float, rounds: int, console: Consol
 
 
 def main(
-    model: Annotated[Literal["llama", "motif"], typer.Option(help="What the source is.")] = "llama",
-    gigabytes: Annotated[float, typer.Option(min=1e-3, help="Size of the source.")] = 8,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each case is measured in turn.")] = 3,
-    folder: Annotated[Path | None, typer.Option(help="An existing folder on the disk to use.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here too.")] = None,
+    model: Annotated[Literal["llama", "motif"], typer.Option(help="Architecture of the source.")] = "llama",
+    gigabytes: Annotated[float, typer.Option(min=1e-3, help="Size of the source in GB.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds, after one warm-up round.")] = 3,
+    folder: Annotated[
+        Path | None, typer.Option(help="Existing folder for the files. Default: the system's temporary folder.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="JSON file for the results.")] = None,
 ) -> None:
-    """Time converting beside copying, each case in a process of its own, in turn."""
+    """Measure time and peak memory of a conversion, compared with a plain copy."""
     with tempfile.TemporaryDirectory(dir=folder) as work:
         free, needed = shutil.disk_usage(work).free / 1e9, 3 * gigabytes
         if free < needed:
-            sys.exit(f"{work} has {free:.1f} GB left, {needed:.1f} are needed: try --folder or --gigabytes")
+            sys.exit(f"{work} has {free:.1f} GB free, but {needed:.1f} GB are needed: change --folder or --gigabytes")
         console = Console(width=120)
         report = run(Path(work), model, gigabytes, rounds, console)
-    table = Table("case", "seconds (spread)", "before fsync", "MB/s", "of the copy", "peak MB", "MB after imports")
+    table = Table("case", "s (max - min)", "s before fsync", "MB/s", "speed, × copy", "peak MB", "MB after imports")
     for case, row in report["results"].items():
         times = [measured["seconds"] for measured in row["runs"]]
         cells = [f"{row['seconds']:.2f} ({max(times) - min(times):.2f})", f"{row['seconds_before_fsync']:.2f}"]

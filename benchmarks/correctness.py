@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What is timed is compared with plain PyTorch first."""
+"""Compares outputs and gradients with plain PyTorch before anything is timed."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -14,31 +14,33 @@ TOLERANCE = {"output": 1e-4, "gradient": 1e-3}
 """Largest relative error in float32."""
 
 FACTOR = {"output": 2, "gradient": 3}
-"""In lower precision: the largest error, in those of plain PyTorch in the same precision."""
+"""In lower precision: the largest error, as a multiple of plain PyTorch's error in the same precision."""
 
 CHECKED_LENGTH = 777
-"""What needs whole maps in plain PyTorch is checked at this length, or at the timed one if it is less."""
+"""Longest sequence, in tokens, for checks that store whole softmax maps in plain PyTorch."""
 
 SAMPLES = 12
-"""In lower precision, gradients of so many inputs are compared: that of λ is one number, and one computation may have
-luck."""
+"""Number of inputs whose gradients are compared in lower precision. λ's gradient is one number, which plain PyTorch may
+happen to compute almost exactly for one input."""
 
 
 class CorrectnessError(Exception):
-    """What should be timed computes something else."""
+    """An implementation computes wrong results."""
 
 
 def errors(values: Tensors, truth: Tensors) -> dict[str, float]:
-    """Relative errors |values - truth| / |truth|, Euclidean norms, by name, of all layers and inputs together.
+    """Computes relative errors |values - truth| / |truth| with Euclidean norms.
 
-    NaN where there is one in the values, or nothing but 0 in the truth.
+    Returns:
+        One error per name over all layers and inputs: `*` replaces the numbers in names. It is NaN if the values have
+        a NaN or the truth is 0.
     """
     squares: dict[str, list[float]] = {}
     for name, expected in truth.items():
         expected = expected.double()
-        both = squares.setdefault(re.sub(r"\b\d+\b", "*", name), [0.0, 0.0])
-        both[0] += (values[name].double() - expected).square().sum().item()
-        both[1] += expected.square().sum().item()
+        sums = squares.setdefault(re.sub(r"\b\d+\b", "*", name), [0.0, 0.0])
+        sums[0] += (values[name].double() - expected).square().sum().item()
+        sums[1] += expected.square().sum().item()
     return {name: (error / norm) ** 0.5 if norm else float("nan") for name, (error, norm) in squares.items()}
 
 
@@ -47,13 +49,13 @@ def compare(kind: str, values: Tensors, truth: Tensors, plain: Tensors | None = 
 
     Args:
         kind: "output" or "gradient".
-        values: what should be timed computes.
-        truth: plain PyTorch in float32.
-        plain: the same in the precision of `values`, if that is not float32.
+        values: results of the implementation.
+        truth: results of plain PyTorch in float32.
+        plain: results of plain PyTorch in the dtype of `values`, if that is not float32.
 
     Raises:
-        CorrectnessError: a tensor is missing, or its error is too large. In lower precision the rounding of the values
-            themselves is always allowed.
+        CorrectnessError: a tensor is missing, or its error is too large. In lower precision, errors of the size of the
+            dtype's rounding are always allowed.
     """
     for name in truth:
         if name not in values:
@@ -69,5 +71,9 @@ def compare(kind: str, values: Tensors, truth: Tensors, plain: Tensors | None = 
 
 
 def compare_with_plain(kind: str, values: Tensors, plain: Callable[[torch.dtype], Tensors], dtype: torch.dtype) -> None:
-    """`compare` with what `plain` computes in float32 and, if that is not the `dtype` of the values, in theirs too."""
+    """Calls `compare` with the results of `plain` in float32 and, if the values have another dtype, also in theirs.
+
+    Raises:
+        CorrectnessError: as `compare` does.
+    """
     compare(kind, values, plain(torch.float32), None if dtype == torch.float32 else plain(dtype))

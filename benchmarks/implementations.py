@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks compare: models of the same sizes, and the attention functions that compute them."""
+"""The implementations that benchmarks compare: models of the same sizes, each with several attention functions."""
 
 import copy
 import importlib.util
@@ -18,8 +18,8 @@ from diffllama.configuration import SHARED_FIELDS, baseline, preset
 
 
 Architecture = Literal["llama", "transformers", "v1", "v2", "llama-4to1", "v2-4to1"]
-"""The matched Llama, transformers' own `diffllama`, and ours; and with four heads on each key/value head the Llama, and
-our V2 with one noise head for these four."""
+"""The matched Llama, transformers' own `diffllama`, and our V1 and V2. `4to1` has four query heads per key/value head;
+V2 then has one noise head per four signal heads."""
 
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 NAMES = {
@@ -31,10 +31,10 @@ NAMES = {
     "v2-4to1": "ours V2 4:1",
 }
 DIFFERENTIAL: tuple[Architecture, ...] = ("v1", "v2", "v2-4to1")
-"""Ours."""
+"""Architectures of this package."""
 
 OURS = ("diff_attention", "sdpa", "flash_attention_2")
-"""Attention functions that ours are timed with, as far as they are there."""
+"""Attention functions of `DIFFERENTIAL` architectures, where they are installed."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -46,25 +46,25 @@ SHAPES: dict[str, dict[str, Any]] = {
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
     | {"num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True},
 }
-"""Name -> the Llama of this shape: a tiny one to try commands, the goals', SmolLM2-135M and Llama 3.2 1B."""
+"""Name -> fields of the Llama: one for trying commands, the one of the goals, SmolLM2-135M and Llama 3.2 1B."""
 
 SHAPE_NAMES = (*SHAPES, "3b")
 POSITIONS = 65536
-"""No timed sequence is longer."""
+"""`max_position_embeddings` of every model: the longest sequence that can be timed."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a case is measured at.
+    """Sizes, dtype and device of a measurement.
 
     Args:
-        shape: of `SHAPE_NAMES`.
-        batch: sequences.
-        length: tokens of each: of the prompt, of the cache, of what is learned.
-        dtype: of weights and computation, as torch names it.
+        shape: model size, one of `SHAPE_NAMES`.
+        batch: batch size in sequences.
+        length: tokens per sequence: of the prompt, of the KV cache or of a training batch.
+        dtype: PyTorch's name of the dtype of weights and computation.
         device: "cpu" or "cuda".
-        groups: queries that share a key in the Llama, 1 for multi-head attention; the shape's own by default.
-        new_tokens: how many are generated from each prompt.
+        groups: query heads per key/value head of the Llama, 1 for multi-head attention; `None` for those of the shape.
+        new_tokens: tokens to generate per prompt.
     """
 
     shape: str
@@ -77,11 +77,11 @@ class Setting:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """`dtype` as torch's."""
+        """`dtype` as a `torch.dtype`."""
         return getattr(torch, self.dtype)
 
     def __str__(self) -> str:
-        groups = "" if self.groups is None else f", {self.groups} queries a key"
+        groups = "" if self.groups is None else f", {self.groups} query heads per key"
         return f"{self.shape}{groups}, {self.batch} × {self.length:,} tokens, {self.dtype}"
 
 
@@ -97,46 +97,53 @@ class Implementation:
 
     @property
     def ours(self) -> bool:
-        """Whether goals are for it."""
+        """Whether it is a model of this package, to which the goals apply."""
         return self.architecture in DIFFERENTIAL
 
     @property
     def reference(self) -> "Implementation":
-        """The Llama to whose time ratios are."""
+        """The matched Llama, whose time is the denominator of ratios."""
         return Implementation("llama-4to1" if self.architecture.endswith("4to1") else "llama")
 
 
 def llama(shape: str, groups: int | None = None) -> LlamaConfig:
-    """The Llama of a shape, with so many queries for each key if it is said.
+    """Returns the configuration of the Llama of a shape.
+
+    Args:
+        shape: one of `SHAPE_NAMES`.
+        groups: query heads per key/value head; `None` for those of the shape.
 
     Raises:
-        ValueError: heads cannot be grouped so.
+        ValueError: `groups` does not divide the number of heads.
     """
     if shape == "3b":
         config = baseline(preset("3b", max_position_embeddings=POSITIONS))
     else:
         config = LlamaConfig(**SHAPES[shape], max_position_embeddings=POSITIONS, rms_norm_eps=1e-5)
-    config.pad_token_id, config.bos_token_id, config.eos_token_id = 0, None, None  # nothing ends a generated text
+    config.pad_token_id, config.bos_token_id, config.eos_token_id = 0, None, None  # no token stops generation
     heads = config.num_attention_heads
     if groups is not None:
         if heads % groups:
-            raise ValueError(f"{heads} heads of {shape} cannot share keys {groups} by {groups}.")
+            raise ValueError(f"The {heads} heads of shape {shape} cannot be divided into groups of {groups}.")
         config.num_key_value_heads = heads // groups
     return config
 
 
 def applies(architecture: Architecture, llama: LlamaConfig) -> bool:
-    """Whether there is such a model of these sizes: V1 and transformers' `diffllama` pair heads, and keys."""
+    """Tells whether the architecture exists with a Llama's sizes.
+
+    V1 and transformers' `diffllama` need even numbers of heads and key/value heads; `4to1` needs a multiple of 4 heads.
+    """
     if architecture.endswith("4to1"):
         return llama.num_attention_heads % 4 == 0
     return architecture in ("llama", "v2") or not (llama.num_attention_heads % 2 or llama.num_key_value_heads % 2)
 
 
 def configuration(architecture: Architecture, llama: LlamaConfig) -> PretrainedConfig:
-    """Of the model with the Llama's hidden width, depth, and keys and values of the same size.
+    """Returns the configuration that matches a Llama in hidden size, depth and size of the KV cache.
 
-    V1 has half as many heads of twice the width; V2 as many heads of the same width, each with a noise query or four
-    with the same one. The latter, and the Llama for it, have a quarter as many keys as heads.
+    V1 has half as many heads of twice the width. V2 has as many signal heads of the same width, with a noise head each.
+    In `v2-4to1`, four signal heads share a noise head, and like `llama-4to1` it has a key/value head per four heads.
     """
     heads, keys, width = llama.num_attention_heads, llama.num_key_value_heads, llama.head_dim
     noise = heads
@@ -161,7 +168,7 @@ def configuration(architecture: Architecture, llama: LlamaConfig) -> PretrainedC
 def build(
     architecture: Architecture, setting: Setting, implementation: str = "sdpa", dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """A model with random weights, always the same ones."""
+    """Builds a model with random weights from a fixed seed, in the setting's dtype unless `dtype` is given."""
     classes = {
         **dict.fromkeys(("llama", "llama-4to1"), transformers.LlamaForCausalLM),
         "transformers": transformers.DiffLlamaForCausalLM,
@@ -177,7 +184,7 @@ def build(
 
 
 def available(implementation: str, setting: Setting) -> bool:
-    """Whether an attention function is registered, and can compute the setting."""
+    """Tells whether an attention function is registered and supports the setting's device and dtype."""
     if implementation.startswith("flash_attention"):
         there = importlib.util.find_spec("flash_attn") is not None
         return there and setting.device == "cuda" and setting.dtype != "float32"
@@ -187,23 +194,25 @@ def available(implementation: str, setting: Setting) -> bool:
 def implementations(
     setting: Setting, architectures: Sequence[str] = ARCHITECTURES, attention: Sequence[str] | None = None
 ) -> list[Implementation]:
-    """What is compared in a setting, a Llama first.
+    """Returns the implementations to compare in a setting, a Llama first.
 
     Args:
-        setting: where.
-        architectures: these and their Llamas.
-        attention: functions that compute ours; by default those of `OURS` that are installed. The others are timed with
-            `sdpa` and, if it is among them, flash-attn.
+        setting: sizes, dtype and device.
+        architectures: architectures to compare; the Llamas that they are compared with are added.
+        attention: attention functions of our architectures, by default those of `OURS` that can run. The others run
+            with `sdpa` and, if it is one of these functions, flash-attn.
 
     Raises:
-        ValueError: there is no such architecture, or attention function.
+        ValueError: an architecture is unknown, or an attention function cannot run in this setting.
     """
     for name in architectures:
         if name not in ARCHITECTURES:
-            raise ValueError(f"No architecture {name!r}. Known: {', '.join(ARCHITECTURES)}.")
+            raise ValueError(f"Unknown architecture {name!r}. Known: {', '.join(ARCHITECTURES)}.")
     for name in attention or ():
         if not available(name, setting):
-            raise ValueError(f"No attention function {name!r} for {setting.dtype} on {setting.device}.")
+            raise ValueError(
+                f"Attention function {name!r} cannot run in {setting.dtype} on {setting.device}, or is not installed."
+            )
     ours = attention or [name for name in OURS if available(name, setting)]
     others = ["sdpa", *(name for name in ours if name.startswith("flash_attention"))]
     sizes = llama(setting.shape, setting.groups)

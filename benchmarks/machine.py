@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Where a benchmark runs."""
+"""Describes the machine that a benchmark runs on."""
 
 import os
 import platform
@@ -17,12 +17,12 @@ import torch
 from diffllama.checkpoints.versions import versions
 
 
-BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(10**6))"  # no longer than its parent lives
+BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(10**6))"  # ends with its parent
 
 
 @contextmanager
 def busy_cores(count: int) -> Iterator[None]:
-    """So many processes that compute without end, while the context lasts."""
+    """Keeps `count` cores busy with other processes while the context lasts."""
     processes = [subprocess.Popen([sys.executable, "-S", "-c", BUSY, str(os.getpid())]) for _ in range(count)]
     try:
         yield
@@ -33,7 +33,7 @@ def busy_cores(count: int) -> Iterator[None]:
 
 
 def machine(device: str, busy: int = 0) -> dict[str, object]:
-    """The machine, its load, the cores that are kept busy, and versions."""
+    """Returns the machine, its load, the number of cores kept busy, and the versions of packages."""
     cpuinfo = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
     cpu = model[1] if model else platform.processor() or platform.machine()

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How steps are measured: in turn, and the most memory that one takes."""
+"""Measures the time and peak memory of steps."""
 
 import ctypes
 import gc
@@ -20,14 +20,14 @@ K = TypeVar("K")
 
 @dataclass(frozen=True)
 class Step:
-    """What is measured.
+    """A step to measure.
 
     Args:
-        run: what is timed.
-        check: raises `CorrectnessError` unless what is timed computes what it must.
-        tokens: that it computes.
+        run: function to time.
+        check: raises `CorrectnessError` if the results of the step are wrong.
+        tokens: number of tokens that `run` processes.
         before: prepares each call of `run` and `check`; not timed.
-        kept: bytes that exist before and after each step, by name.
+        kept: returns the bytes of tensors that exist before and after each step, by name.
     """
 
     run: Callable[[], Any]
@@ -38,12 +38,12 @@ class Step:
 
 
 def spread(numbers: Sequence[float]) -> dict[str, float]:
-    """Median, least and most of several numbers."""
+    """Returns the median, minimum ("least") and maximum ("most") of several numbers."""
     return {"median": statistics.median(numbers), "least": min(numbers), "most": max(numbers)}
 
 
 def seconds(run: Callable[[], Any], device: str) -> float:
-    """Wall-clock time of a call, until the device has done what it was told."""
+    """Returns the wall-clock time of a call in seconds, including the work that it queues on a GPU."""
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -54,7 +54,7 @@ def seconds(run: Callable[[], Any], device: str) -> float:
 
 
 def in_turn(names: Iterable[K], rounds: int) -> Iterator[tuple[int, K]]:
-    """Rounds of all names, each with its round's number from 0; every round begins with another name."""
+    """Yields (number of the round, name) for every name in every round. Each round starts with the next name."""
     turns = list(names)
     for number in range(rounds):
         yield from ((number, name) for name in turns)
@@ -62,16 +62,17 @@ def in_turn(names: Iterable[K], rounds: int) -> Iterator[tuple[int, K]]:
 
 
 def resident(field: str) -> int:
-    """Bytes of memory of this process, by a field of Linux' /proc/self/status: VmRSS now, VmHWM at most."""
-    found = re.search(rf"{field}:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    """Returns the resident memory of this process in bytes: VmRSS (now) or VmHWM (peak) of /proc/self/status."""
+    match = re.search(rf"{field}:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def peak_memory(run: Callable[[], Any], device: str) -> int | None:
-    """The most bytes that a call takes at a time besides what is taken before it.
+    """Returns the peak memory of a call in bytes, beyond the memory in use before it.
 
-    On a GPU what torch allocates; on the CPU memory of the process, which Linux counts, and `None` elsewhere.
+    On a GPU this is the memory allocated by PyTorch; on a CPU, the resident memory of the process under Linux, and
+    `None` on other systems.
     """
     gc.collect()
     if device == "cuda":
@@ -81,8 +82,8 @@ def peak_memory(run: Callable[[], Any], device: str) -> int | None:
         run()
         return torch.cuda.max_memory_allocated() - before
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed and is kept for later would hide as much of the step's
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM becomes VmRSS
+        ctypes.CDLL(None).malloc_trim(0)  # returns freed memory to the system: the step would reuse it unseen
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
     except (OSError, AttributeError):
         return None
     before = resident("VmRSS")

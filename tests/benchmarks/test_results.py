@@ -9,7 +9,7 @@ from benchmarks.cases import CASES, Case
 from benchmarks.cost import FLOPS
 from benchmarks.implementations import Implementation, Setting, implementations
 from benchmarks.measure import Step
-from benchmarks.results import measure, shown
+from benchmarks.results import format_record, measure
 
 
 SETTING = Setting("tiny", 2, 33)
@@ -29,7 +29,7 @@ def milliseconds(*times: float) -> Callable[[Callable[[], Any]], float]:
 def printed(case: Case, record: dict[str, Any]) -> str:
     console = Console(width=200)
     with console.capture() as captured:
-        console.print(shown(case, SETTING, record))
+        console.print(format_record(case, SETTING, record))
     return captured.get()
 
 
