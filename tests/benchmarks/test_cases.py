@@ -18,7 +18,9 @@ def test_names_and_groups_choose_each_case_once() -> None:
 
 
 def test_name_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Unknown case or group 'model/predict'\. Known: attention, model, generate, att"):
+    with pytest.raises(
+        ValueError, match=r"Unknown case or group 'model/predict'\. Known: attention, model, generate, att"
+    ):
         choose(["model/predict"])
 
 
