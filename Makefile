@@ -107,7 +107,7 @@ types: $(VENV)/.dev .cache/package ## Check types.
 	MYPYPATH=.cache/package $(RUN) -m mypy
 
 docs: $(VENV)/.dev .cache/package ## Build the documentation into build/docs; a warning is an error.
-	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build # with --quiet, warnings are not errors
 
 wheel: $(VENV)/.dev ## Build dist/*.whl.
 	rm -rf dist build
