@@ -23,6 +23,8 @@ from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_config, tiny_model
 
 HEADS = 4
 MASK = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+not_compiled = torch.compiler.set_stance("force_eager")
+"""flex_attention is compiled anew for each mask, which takes up to half a minute: one test does so."""
 
 
 def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
@@ -199,10 +201,11 @@ optional_features = pytest.mark.parametrize("fields", [{}, EVERY_FEATURE], ids=[
     [
         *product(VARIANTS, KINDS, ["eager", "sdpa", "diff_attention"], [EVERY_FEATURE]),
         *product(VARIANTS, ["causal"], ["eager", "sdpa", "diff_attention"], [{}]),
-        pytest.param("v1", "packed", "flex_attention", {}, marks=pytest.mark.slow),  # compiled for each kind of mask
+        pytest.param("v1", "packed", "flex_attention", {}, marks=pytest.mark.slow),
     ],
 )
 @torch.no_grad()
+@not_compiled
 def test_whole_model_equals_the_papers_formulas(
     variant: str, kind: str, implementation: str, fields: dict[str, Any]
 ) -> None:
@@ -406,6 +409,7 @@ def test_masks_of_four_dimensions_say_which_keys_are_seen(
 
 @pytest.mark.slow
 @torch.no_grad()
+@not_compiled
 def test_flex_attention_reads_masks_as_the_others_do() -> None:
     model, given, input_ids = tiny_model(num_hidden_layers=1), batch("holes", 13), tokens(2, 13)
     for options in (

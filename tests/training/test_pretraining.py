@@ -26,6 +26,7 @@ from diffllama.checkpoints.files import locked
 from diffllama.cli import app, main
 from diffllama.training import last_checkpoint, load_packed_dataset, pretrain
 from diffllama.training.pretraining import make_record, read_settings, resolve_source, training_arguments
+from support import subprocess_runner
 from support.forked_processes import call_in_processes
 from support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -595,6 +596,26 @@ print({"torch", "transformers", "datasets"} & set(sys.modules))
     assert imported == "set()"
 
 
+LAUNCH = """
+import os, runpy, signal, socket
+import diffllama.training.pretraining  # once for both
+
+signal.alarm(300)  # torchrun would end a process whose partner has died
+with socket.create_server(("localhost", 0)) as free:
+    port = free.getsockname()[1]
+os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+child = os.fork()
+os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if child else "1"
+try:
+    runpy.run_module("diffllama", run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    assert not end.code
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+"""The command in two fresh processes, with the variables that torchrun sets."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True], ids=["files", "stream"])
 def test_two_processes_train_as_one_does(streaming: bool, whole: Path) -> None:
@@ -604,11 +625,8 @@ def test_two_processes_train_as_one_does(streaming: bool, whole: Path) -> None:
     alone = pretrain(write("one", settings, **fields)) if streaming else whole
     config = write(f"two-{streaming}", settings, ddp_backend="gloo", **fields)
     if streaming:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "diffllama"]
-        command = [sys.executable, *launcher, "pretrain", str(config)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        assert result.returncode == 0, result.stderr[-4000:]
-        assert result.stderr.count(f"Wrote two-{streaming}") == 1
+        _, printed = subprocess_runner.run(LAUNCH, "pretrain", config, environment=os.environ)
+        assert printed.count(f"Wrote two-{streaming}") == 1
     else:
         call_in_processes(lambda: pretrain(config), 2, Path("store").absolute())
     assert history(Path(f"two-{streaming}")) == pytest.approx(history(alone), rel=1e-5)
