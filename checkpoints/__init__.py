@@ -1,3 +1,3 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Files of models, once for everybody: reading and writing weights, folders, JSON, versions."""
+"""Shared handling of model files: reading and writing weights, folders, JSON, and versions."""

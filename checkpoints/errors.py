@@ -11,7 +11,7 @@ class DiffLlamaError(ValueError):
 
 
 class CheckpointError(DiffLlamaError):
-    """Files or tensors of a checkpoint are not what they have to be. The message lists all of them, a line each."""
+    """Files or tensors of a checkpoint are wrong. The message lists all of them, one per line."""
 
 
 class VerificationError(DiffLlamaError):
@@ -19,5 +19,5 @@ class VerificationError(DiffLlamaError):
 
 
 def lines(title: str, items: Iterable[str]) -> str:
-    """A message with a line for each item."""
+    """Formats a message with one line for each item."""
     return "\n  ".join((f"{title}:", *items))

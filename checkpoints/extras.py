@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """Names the extra that installs what an import in this block misses.
+    """Names the extra to install if an import in this block fails.
 
     Args:
         extra: its name in `pip install '.[NAME]'`, in a clone of this package.

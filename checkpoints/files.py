@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 
 NAMES = ("model.safetensors", "pytorch_model.bin")
-"""What transformers calls a folder's weights, or with `.index.json` behind it, the index of their shards."""
+"""transformers' names of a folder's weights. With `.index.json` appended, the name of the index of shards."""
 
 AUXILIARY_FILES = (
     "tokenizer*.json",
@@ -59,7 +59,7 @@ def locate(src: str | os.PathLike[str], revision: str | None, patterns: Iterable
         raise FileNotFoundError(f"{path} is a link to {os.readlink(path)}, which does not exist or leads back to it.")
     if path.exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         if revision is not None:
-            raise ValueError(f"`revision` goes with a repository of the Hub, and {name} is none, got {revision!r}.")
+            raise ValueError(f"`revision` is only for a repository of the Hub, and {name} is a path, got {revision!r}.")
         return path
     offline = huggingface_hub.is_offline_mode()
     try:
@@ -68,9 +68,10 @@ def locate(src: str | os.PathLike[str], revision: str | None, patterns: Iterable
                 name, revision=revision, allow_patterns=list(patterns), local_files_only=offline
             )
         )
-    except Exception as error:  # of the network, the cache, the name: to the user they are one
+    except Exception as error:  # network, cache and name: the user needs the same message
         raise FileNotFoundError(
-            f"{path} does not exist, and no repository {name} can be had from the Hub: {type(error).__name__}: {error}"
+            f"{path} does not exist, and the repository {name} cannot be downloaded from the Hub: "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 
@@ -84,7 +85,7 @@ def leads_out(file: Path, folder: Path) -> bool:
 def replace_file(path: Path, content: str | bytes) -> None:
     """Writes a file atomically. Keeps the mode of an existing file; creates missing folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # by processes that were killed
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # of processes that were killed
         pid = re.fullmatch(r"\d{1,9}", left.name.split(".")[-2])
         if pid and not psutil.pid_exists(int(pid[0])):
             left.unlink(missing_ok=True)
@@ -111,7 +112,7 @@ def locked(folder: Path, instead: str) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout as error:
-        raise ValueError(f"Another run is writing into {folder}: wait for its end, or {instead}.") from error
+        raise ValueError(f"Another run is writing into {folder}: wait until it ends, or {instead}.") from error
     try:
         yield
     finally:
@@ -123,7 +124,7 @@ def locked(folder: Path, instead: str) -> Iterator[None]:
 
 
 def check_space(nbytes: int, dest: Path) -> None:
-    """Raises `OSError` if the disk of `dest` has no room for `nbytes` and a little more."""
+    """Raises `OSError` if the disk of `dest` has less free space than `nbytes` and 1 MiB."""
     place = next(parent for parent in Path(os.path.realpath(dest)).parents if parent.exists())
     needed, free = nbytes + (1 << 20), shutil.disk_usage(place).free
     if needed > free:

@@ -24,13 +24,13 @@ MODEL_FILES = (
     *("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json"),
     *AUXILIARY_FILES,
 )
-"""What a model folder is made of."""
+"""The files of a model folder."""
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def new_folder(dest: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Gives a temporary folder beside `dest`, which becomes `dest` when the block ends without an exception.
+    """Yields a temporary folder beside `dest`, which becomes `dest` when the block ends without an exception.
 
     If the block fails, is interrupted, or `dest` cannot be replaced, the temporary folder is removed and `dest` is
     unchanged. If `dest` is a link to a folder, that folder is replaced. Before, the leftovers of killed processes are
@@ -49,7 +49,7 @@ def new_folder(dest: Path, overwrite: bool = False) -> Iterator[Path]:
     remove_leftovers(dest)
     check_free(dest, overwrite)
     if others := other_files(dest):
-        logger.warning("%s is replaced. These files of it are not a model's, and are lost: %s", dest, listed(others))
+        logger.warning("Replacing %s. These files do not belong to a model and will be lost: %s", dest, listed(others))
     with work_folder(dest) as work:
         new, old = work / "new", work / "old"
         new.mkdir()  # mkdtemp's own folder is closed to others; this one has the usual permissions
@@ -75,7 +75,7 @@ def work_folder(dest: Path) -> Iterator[Path]:
     try:
         yield work
     finally:
-        if dest.exists() or not (work / "old").exists():  # what stood at `dest` is never removed with nothing there
+        if dest.exists() or not (work / "old").exists():  # the old `dest` is kept unless something replaced it
             remove(work)
         lock.release()
 
@@ -123,7 +123,7 @@ def listed(names: Sequence[str], most: int = 20) -> str:
 
 def check_apart(src: Path, dest: Path) -> None:
     """Raises `FileExistsError` if two paths are equal or one contains the other."""
-    real_src, real_dest = (Path(os.path.realpath(path)) for path in (src, dest))  # links may hide it
+    real_src, real_dest = (Path(os.path.realpath(path)) for path in (src, dest))  # paths may differ by links
     if real_dest == real_src or real_dest in real_src.parents or real_src in real_dest.parents:
         raise FileExistsError(f"{dest} and {src} overlap. Name a folder outside of the source.")
 
@@ -142,12 +142,14 @@ def check_free(dest: Path, overwrite: bool) -> None:
     if not any(dest.iterdir()):
         return
     if repository := next((path for path in sorted(dest.rglob(".*")) if path.name in REPOSITORIES), None):
-        raise FileExistsError(f"{dest} has a repository in it ({repository}). Name another folder, or move it away.")
+        raise FileExistsError(
+            f"{dest} contains a repository ({repository}). Name another folder, or move the repository."
+        )
     if not overwrite:
         others = other_files(dest)
-        more = f" These files of it are not a model's, and would be lost: {listed(others)}." * bool(others)
+        more = f" These files do not belong to a model and would be lost: {listed(others)}." * bool(others)
         raise FileExistsError(
             f"{dest} exists and is not empty. Name another folder or overwrite it with --overwrite.{more}"
         )
     if not (dest / "config.json").is_file():
-        raise FileExistsError(f"{dest} has no config.json, so it is no model folder and is not overwritten.")
+        raise FileExistsError(f"{dest} has no config.json, so it is not a model folder and is not overwritten.")

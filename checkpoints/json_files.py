@@ -15,12 +15,12 @@ def load_json(data: bytes, unique: bool = False) -> Any:
     """
 
     def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no number in JSON")
+        raise ValueError(f"{constant} is not a number in JSON")
 
     def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         counts = Counter(name for name, _ in pairs)
         if repeated := [name for name, count in counts.items() if count > 1]:
-            raise ValueError(f"`{repeated[0]}` is there {counts[repeated[0]]} times")
+            raise ValueError(f"`{repeated[0]}` occurs {counts[repeated[0]]} times")
         return dict(pairs)
 
     try:
@@ -34,7 +34,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = load_json(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must be a JSON object, got {type(content).__name__}.")
     return content

@@ -116,7 +116,7 @@ def check_sizes(fields: Mapping[str, Any], file: Path) -> None:
 def check_layers(layers: int, tensors: int) -> None:
     """Raises `CheckpointError` if there are more layers than tensors, before a model with that many is made."""
     if layers > tensors:
-        raise CheckpointError(f"`num_hidden_layers` is {layers:,}, and the number of tensors only {tensors:,}.")
+        raise CheckpointError(f"`num_hidden_layers` is {layers:,}, but the number of tensors is only {tensors:,}.")
 
 
 class TransformersSource:
@@ -174,13 +174,13 @@ class TransformersSource:
         check_sizes(fields, file)
         if "transformers_weights" in fields:
             raise ValueError(
-                f"`transformers_weights` in {file} makes transformers load other weights than the folder's, got "
-                f"{fields['transformers_weights']!r}. Remove it, and call the file of the right weights {NAMES[0]}."
+                f"`transformers_weights` in {file} makes transformers load other weights than those of the folder, got "
+                f"{fields['transformers_weights']!r}. Remove the field, and rename the right weights to {NAMES[0]}."
             )
         try:
             config = AutoConfig.from_pretrained(**self.location)
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-            raise ValueError(f"{file} is no configuration: {type(error).__name__}: {error}") from error
+            raise ValueError(f"{file} is not a valid configuration: {type(error).__name__}: {error}") from error
         config._attn_implementation = "eager"  # its own might have to be fetched, and is not the result's
         if config.model_type not in self.model_types:
             known = ", ".join(map(repr, self.model_types))
@@ -235,7 +235,7 @@ class TransformersSource:
             return AutoTokenizer.from_pretrained(**self.location) if has_one else None
         except Exception as error:  # of transformers and tokenizers, for whatever it is that is wrong with the files
             raise ValueError(
-                f"The tokenizer in {self.src} does not load, or not without code of its own: {error}"
+                f"The tokenizer in {self.src} does not load without running its own code: {error}"
             ) from error
 
     def save_auxiliary_files(self, folder: Path) -> None:

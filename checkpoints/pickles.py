@@ -31,7 +31,7 @@ def read_pickle(path: Path) -> dict[str, torch.Tensor]:
         raise ValueError(f"{content}; only tensors are loaded, because unpickling can execute code") from error
     except Exception as error:  # damaged pickles fail anywhere in torch
         reason = " ".join((type(error).__name__, *str(error).split()))
-        raise ValueError(f"torch cannot load it, it may be cut off: {reason}") from error
+        raise ValueError(f"torch cannot load it; it may be truncated: {reason}") from error
     for key in ("model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
@@ -48,7 +48,7 @@ def read_pickle(path: Path) -> dict[str, torch.Tensor]:
             what = "nested" if value.is_nested else "without values" if value.is_meta else str(value.layout)
             raise ValueError(f"{name or 'it'} is {what}, not a dense tensor")
         elif name in tensors:
-            raise ValueError(f"two tensors are called {name}")
+            raise ValueError(f"two tensors have the name {name}")
         else:
             tensors[name] = value.detach()
 

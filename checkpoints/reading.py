@@ -48,7 +48,7 @@ class TensorInSafetensors:
             with safe_open(self.path, "pt") as file:
                 return file.get_tensor(self.name)
         except SafetensorError as error:
-            raise OSError(f"{self.path} has changed while it was read: {error}.") from error
+            raise OSError(f"{self.path} changed while it was read: {error}.") from error
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """Its values, a piece at a time."""
@@ -58,7 +58,7 @@ class TensorInSafetensors:
             while rest:
                 piece = torch.empty(min(rest, PIECE), dtype=self.meta.dtype)
                 if file.readinto(data(piece)) < piece.nbytes:
-                    raise OSError(f"{self.path} has become shorter while it was read.")
+                    raise OSError(f"{self.path} was truncated while it was read.")
                 rest -= len(piece)
                 yield piece
 
@@ -135,11 +135,11 @@ def open_checkpoint(src: Path) -> Checkpoint:
 
     Raises:
         FileNotFoundError: there are no weights, or shards are missing.
-        CheckpointError: files that cannot be read, or hold other things than tensors of floating-point numbers.
+        CheckpointError: a file cannot be read, or has anything but tensors of floating-point numbers.
     """
     paths, index = ([src], None) if src.is_file() else weight_files(src)
     if missing := [path.name for path in paths if not path.is_file()]:
-        raise FileNotFoundError(f"{index} names files that are not there: {', '.join(missing)}. Download them again.")
+        raise FileNotFoundError(f"{index} names files that do not exist: {', '.join(missing)}. Download them again.")
     homes: dict[str, StoredTensor] = {}
     faults = []
     for path in paths:
@@ -158,10 +158,10 @@ def open_checkpoint(src: Path) -> Checkpoint:
 def open_file(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one file. Raises `SafetensorError`, `ValueError` or `OSError` if it has anything else."""
     if path.suffix not in SUFFIXES:
-        raise ValueError(f"is none of {', '.join(SUFFIXES)}")
+        raise ValueError(f"must have one of the suffixes {', '.join(SUFFIXES)}")
     with path.open("rb") as file:
         if file.read(24) == b"version https://git-lfs.":
-            raise ValueError("is a pointer to the file, which git-lfs has not downloaded")
+            raise ValueError("is a git-lfs pointer; download the file itself with `git lfs pull`")
     if path.suffix in PICKLES:
         return {name: TensorInMemory(tensor, path) for name, tensor in read_pickle(path).items()}
     # Checks that the header describes the file, to the last byte. ("pt" would map the whole file as memory that may
@@ -171,7 +171,7 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
     header = safetensors_header(path)
     entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
     if others := [f"{name} is {entry['dtype']}" for name, entry in entries.items() if entry["dtype"] not in DTYPES]:
-        raise ValueError(f"holds other than floating-point numbers, of {', '.join(DTYPES)}: " + ", ".join(others))
+        raise ValueError(f"has tensors whose dtype is not one of {', '.join(DTYPES)}: " + ", ".join(others))
     tensors: dict[str, StoredTensor] = {}
     for name, entry in entries.items():
         meta = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
@@ -196,11 +196,11 @@ def weight_files(folder: Path) -> tuple[list[Path], Path | None]:
                 shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
                 inside = [folder / shard for shard in shards if Path(shard).name == shard]
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise CheckpointError(f"{index} is no index of shards: {error!r}.") from error
+                raise CheckpointError(f"{index} is not an index of shards: {error!r}.") from error
             if not inside or len(inside) != len(shards):
                 raise CheckpointError(f"{index} must name files of its own folder, got {shards}.")
             return inside, index
-    raise FileNotFoundError(f"{folder} has no weights: no {' or '.join(NAMES)} and no index of shards of these.")
+    raise FileNotFoundError(f"{folder} has no weights: neither {' nor '.join(NAMES)}, nor an index of their shards.")
 
 
 def sha256(path: Path) -> str:
@@ -225,4 +225,4 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, to
         if name in tensors and tensors[name].shape != expected[name].shape
     ]
     if faults:
-        raise CheckpointError(lines(f"{where} does not have the tensors that its configuration asks for", faults))
+        raise CheckpointError(lines(f"{where} does not have the tensors of its configuration", faults))

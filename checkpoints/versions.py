@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What this package is: its version, its commit, its licence, and the libraries under it."""
+"""This package's version, commit and licence, and the versions of its libraries."""
 
 import json
 import platform
@@ -15,8 +15,8 @@ from diffllama import modeling_diff
 VERSION = version("diffllama")
 
 PACKAGE_URL = ""
-"""Where the package can be had. While this is empty, cards and messages link to no place and name no registry, where
-anybody could register its name."""
+"""URL of the package. While it is empty, cards and messages contain no link and name no registry, where anybody could
+register the package's name."""
 
 SOURCE = Path(modeling_diff.__file__).parent
 """The folder of the package with the code that Hub folders receive."""
@@ -24,7 +24,7 @@ SOURCE = Path(modeling_diff.__file__).parent
 
 @cache
 def commit() -> str | None:
-    """The commit that the package was made of, if it is known: of a clone, or noted when it was built or installed."""
+    """The commit of the package, if known: of the clone, or as recorded when it was built or installed."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", SOURCE, *words], capture_output=True, text=True, check=True).stdout.strip()
@@ -62,7 +62,7 @@ def is_code_licence(path: Path) -> bool:
 
 
 def versions() -> dict[str, str | None]:
-    """What computed: this package, its commit, and the libraries under it."""
+    """Versions of this package, its commit, torch, transformers and Python."""
     return {
         "diffllama": VERSION,
         "commit": commit(),

@@ -20,16 +20,16 @@ from diffllama.checkpoints.tensor_values import digest, is_finite, pieces
 
 
 Progress = Callable[[int, int], None]
-"""Is called with the number of bytes written and their total."""
+"""Called with the number of bytes written and their total."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """How one tensor of the result is made.
+    """How to compute one tensor of the result.
 
     Attributes:
         inputs: names of the source's tensors that it needs; empty for a new tensor.
-        make: the tensor from `inputs`.
+        make: computes the tensor from `inputs`.
         result: its shape and dtype, on the meta device.
     """
 
@@ -69,7 +69,7 @@ def write_shards(
     )
     digests: dict[str, tuple[torch.Size, str]] = {}
     total, done = sum(tensor.nbytes for tensor in results.values()), 0
-    with ThreadPoolExecutor(1) as thread:  # SHA-256 while the next tensor is read and the shard is written
+    with ThreadPoolExecutor(1) as thread:  # computes SHA-256 while the next tensor is read and the shard is written
         for filename, names in split.filename_to_tensors.items():
             shard, hashes = {}, {}
             for name in names:
@@ -100,11 +100,11 @@ def make_tensor(name: str, step: Step, checkpoint: Checkpoint) -> torch.Tensor:
     if sources := nonfinite_tensors(checkpoint):
         items = [f"{file}: {source}" for source, file in sources.items()]
         raise CheckpointError(
-            lines("Weights that are NaN or infinite: the file is damaged or its training failed", items)
+            lines("Weights with NaN or infinite values (the file is damaged, or the training diverged)", items)
         )
     dtype = str(tensor.dtype).removeprefix("torch.")
     raise CheckpointError(
-        f"{name} becomes infinite: {dtype} holds numbers up to {torch.finfo(tensor.dtype).max:.5g}, and a value "
+        f"{name} becomes infinite: the largest {dtype} is {torch.finfo(tensor.dtype).max:.5g}, and a value "
         f"computed from {', '.join(step.inputs)} is larger. Choose a wider dtype, such as bfloat16."
     )
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The conversions that exist, by the arguments of `convert`."""
+"""The available conversions, by the arguments of `convert`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,13 +46,13 @@ class Converter:
     """One kind of conversion.
 
     Attributes:
-        source: opens what is converted.
-        convert_config: translates the source's configuration; refuses what cannot be converted.
+        source: opens the checkpoint to convert.
+        convert_config: translates the source's configuration; raises `ValueError` for what cannot be converted.
         weight_map: selects the weight map by our configuration.
-        new_weights: makes tensors that the source lacks.
+        new_weights: creates tensors that the source lacks.
         bit_equal: see `verification.tolerance_for`.
-        exact: whether our model with this configuration computes what its source does.
-        result: opens what it was converted into.
+        exact: whether our model with this configuration computes the source's function.
+        result: opens the converted folder.
         save_config: writes the result's configuration.
     """
 

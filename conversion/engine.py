@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Carries out a conversion: plans it, streams the tensors, verifies the result, writes its card."""
+"""Runs a conversion: plans it, streams the tensors, verifies the result and writes the model card."""
 
 import math
 import os
@@ -35,7 +35,7 @@ from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
 
 Outputs = Callable[[torch.dtype, str], list[torch.Tensor]]
-"""What a model computes in a dtype with an attention implementation, without and with a cache."""
+"""Computes a model's outputs without and with a KV cache, given the dtype and the attention function."""
 
 
 def convert(
@@ -54,28 +54,28 @@ def convert(
     max_shard_size: int | str = "5GB",
     progress: Progress | None = None,
 ) -> Path:
-    """Converts a checkpoint into a folder of ours (`source`), or one of ours into another model's (`target`).
+    """Converts a checkpoint into a diffllama folder (`source`), or a diffllama folder into another format (`target`).
 
-    The folder appears at `dest` complete or not at all. It has weights as safetensors, a configuration, the source's
-    tokenizer, chat template and settings for generation, a card, and conversion.json, which records source, options and
-    verification; a model of ours has its code too.
+    The folder appears at `dest` complete or not at all. It contains safetensors weights, the configuration, the
+    source's tokenizer, chat template and generation settings, a model card, and conversion.json, which records the
+    source, options and verification. A diffllama folder also contains the model's code.
 
     Args:
-        src: a folder, a file, or a repository `owner/name` of the Hub; see `SOURCES` and conversion/README.md.
-        dest: the folder to make; of a link to a folder, that folder.
-        source: what `src` is, one of `SOURCES`.
-        target: what `src`, a folder of ours, is to become, one of `TARGETS`. Give either `source` or `target`.
-        variant: for source="llama": `"v2"` (default), bit-equal, or `"v1"`, a warm start, which is another function.
+        src: a folder, a file, or a repository `owner/name` of the Hub; see `SOURCES` and docs/convert.md.
+        dest: the folder to create. If it is a link to a folder, that folder is replaced.
+        source: format of `src`, one of `SOURCES`.
+        target: format of `dest`, one of `TARGETS`; `src` is then a diffllama folder. Give either `source` or `target`.
+        variant: for source="llama": `"v2"` (default), which is bit-equal, or `"v1"`, a warm start for training.
         gqa_layout: for source="unilm-v1" with grouped queries: `"grouped"` (default), or `"repeated"` if it was trained
             with `multihead_diffattn.py`.
-        noise_heads: for source="llama": how many noise heads the signal heads share, by default one each; fewer are a
-            warm start.
+        noise_heads: for source="llama": number of noise heads, by default one for each signal head; fewer give a warm
+            start for training.
         revision: branch, tag or commit of a repository of the Hub.
-        dtype: one of `DTYPES`; `"auto"` keeps that of every tensor (a GGUF file is expanded to float32).
-        verify: whether to compute both sides' outputs and compare them before the folder appears; by default if the
-            model fits into the memory that is free.
-        overwrite: whether a `dest` that exists is replaced, if it is a model folder.
-        max_shard_size: bytes, or a text like "5GB"; memory is needed for one shard and one tensor.
+        dtype: dtype of the result, one of `DTYPES`. `"auto"` keeps each tensor's dtype (float32 for a GGUF file).
+        verify: whether to compare the outputs of both models before the folder appears; by default if both fit into
+            the free memory.
+        overwrite: whether to replace an existing `dest`, if it is a model folder.
+        max_shard_size: bytes, or a text like "5GB". Peak memory is one shard and one tensor.
         progress: called with the number of bytes written and their total.
 
     Returns:
@@ -85,10 +85,10 @@ def convert(
         FileNotFoundError: `src` or its weights do not exist.
         FileExistsError: `dest` may not be replaced (see `new_folder`), or it overlaps with `src`.
         ValueError: an option is unknown, or the source has a feature that the result lacks.
-        CheckpointError: tensors are missing, unknown, misshapen, unreadable or not finite; all of them are listed. Or
-            one becomes infinite in the result's dtype.
+        CheckpointError: tensors are missing, unknown, misshapen, unreadable or not finite (all are listed), or a
+            tensor becomes infinite in the result's dtype.
         VerificationError: the result differs from its source by more than the tolerance.
-        OSError: the disk is too small, which is found before anything is written, or cannot be written.
+        OSError: the disk has too little free space (checked before anything is written), or writing fails.
         ImportError: `src` is a GGUF file and the packages of the extra `gguf` are not installed.
     """
     converter = find_converter(source, target, variant, gqa_layout, noise_heads)
@@ -100,7 +100,7 @@ def convert(
     check_free(dest, overwrite)
 
     opened = converter.source(src)
-    config = converter.convert_config(opened.config)  # refuses before any weight is read
+    config = converter.convert_config(opened.config)  # refuses features before any weight is read
     checkpoint = opened.checkpoint
     resolve_tied_lm_head(checkpoint, opened.config, config)
     ours = opened.config if target else config
@@ -165,7 +165,7 @@ def convert(
 
 
 def source_files(src: str | os.PathLike[str], revision: str | None) -> Path:
-    """The path of a source, whose weights are downloaded in one format if they are in several; raises as `locate`."""
+    """Returns the path of a source. Downloads the weights in one format only. Raises as `locate`."""
     safe, pickled = (name.partition(".")[0] for name in NAMES)
     path = locate(src, revision, ["config.json", CARD, f"{safe}*.safetensors", f"{safe}*.index.json", *AUXILIARY_FILES])
     if path.is_dir() and not list(path.glob("*.safetensors")):
@@ -174,13 +174,13 @@ def source_files(src: str | os.PathLike[str], revision: str | None) -> Path:
 
 
 def origin(src: Path) -> dict[str, str]:
-    """The name of a source and, if it is a repository's snapshot, its revision. Paths stay private."""
+    """Returns the name of a source and, for a repository's snapshot, its revision. Local paths are left out."""
     match = re.search(r"models--([^/]+?)--([^/]+)/snapshots/([^/]+)$", src.as_posix())
     return {"name": f"{match[1]}/{match[2]}", "revision": match[3]} if match else {"name": src.name}
 
 
 def new_step(make: Callable[[], torch.Tensor], dtype: torch.dtype) -> Step:
-    """The step that makes a new tensor."""
+    """Returns the step that creates a new tensor."""
     with torch.device("meta"):
         shape = make().shape
     return Step((), lambda: make().to(dtype), torch.empty(shape, dtype=dtype, device="meta"))
@@ -194,14 +194,14 @@ def verified(
     result: Outputs,
     compared: str,
 ) -> dict[str, Any]:
-    """Compares what a result computes with what its source does, for conversion.json.
+    """Compares the outputs of result and source, and returns the record for conversion.json.
 
     Args:
         wanted: as `convert`'s `verify`.
-        promised: the dtype to compute in and the tolerance, see `tolerance_for`.
-        needed: bytes of memory that it takes.
-        source, result: what they compute.
-        compared: what that is, such as "logits".
+        promised: dtype of the computation and tolerance, see `tolerance_for`.
+        needed: bytes of memory that the comparison needs.
+        source, result: functions that compute their outputs.
+        compared: name of the outputs, such as "logits".
     """
     if wanted is False:
         return {"skipped": "not asked for"}
@@ -209,20 +209,20 @@ def verified(
     if wanted is None and needed > free:
         return {"skipped": f"needs {needed / 1e9:.3g} GB of memory, {free / 1e9:.3g} GB are free"}
 
-    def compare(implementation: str) -> Verification:  # one side at a time is in memory
+    def compare(implementation: str) -> Verification:  # one model at a time is in memory
         return measure(
             source(dtype, implementation), result(dtype, implementation), tolerance, compared, implementation
         )
 
     verification = compare("sdpa")
     if not verification.passed and math.isfinite(verification.max_difference):
-        # Whether bits are equal is also up to the kernels that torch chooses for all heads and for signals alone. Where
-        # it chooses others in sdpa, it need not in eager attention: equal bits there say less, and are reported so.
+        # Bits also depend on the kernels that torch chooses for different numbers of heads. It may choose two kernels
+        # under sdpa and the same one under eager: equal bits there prove less, and the record says so.
         eager = compare("eager")
         if eager.passed:
             verification = replace(eager, sdpa_difference=verification.max_difference)
     if not verification.passed:
         raise VerificationError(
-            f"The result does not compute what its source computes: {verification}. Nothing was written."
+            f"The converted model's outputs differ from its source's: {verification}. Nothing was written."
         )
     return verification.as_dict()

@@ -5,7 +5,7 @@
 V2: every query head is copied, so both maps of a head are the source's map, and λ's projection is zero, so λ =
 sigmoid(0) = 1/2. Then o1 - λ·o2 = o/2 exactly, and twice the output projection, also exact in floating point, makes up
 for it. (In float16, half of a number below 2⁻¹³ is subnormal and may lose its last bit.)
-Training tells the two maps apart: their gradients are g and -g/2.
+The two maps stay identical until you train the model: their gradients are g and -g/2.
 
 V1: two heads that read neighbouring key/value heads (under multi-head attention, two neighbouring heads) become the two
 maps of one. λ vectors, λ_init and head norm begin as in the paper, so it is another function than the source: training
@@ -102,7 +102,7 @@ def convert_config(source: PreTrainedConfig, variant: str, noise_heads: int | No
     """
     for field in ("resid_pdrop", "embd_pdrop"):  # Phi-3
         if dropout := getattr(source, field, 0.0):
-            raise ValueError(f"`{field}` of the source must be 0 (there is no such dropout), got {dropout}.")
+            raise ValueError(f"`{field}` of the source must be 0 (diffllama has no such dropout), got {dropout}.")
     heads, key_value_heads = source.num_attention_heads, source.num_key_value_heads
     width = getattr(source, "head_dim", None) or source.hidden_size // heads
     if variant == "v1":

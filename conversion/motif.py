@@ -67,7 +67,9 @@ def lambda_init(layers: int) -> list[float]:
 def translate(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Our fields for those of Motif's config.json. Raises `ValueError` for Motif 3 and for what we do not know."""
     if of_motif_3 := [field for field in MOTIF_3 if fields.get(field)]:
-        raise ValueError(f"`{of_motif_3[0]}` is a field of Motif 3, another architecture. Only Motif 2 becomes ours.")
+        raise ValueError(
+            f"`{of_motif_3[0]}` is a field of Motif 3, another architecture. Only Motif 2 can be converted."
+        )
     require(fields, REQUIRED)
     if faults := [
         f"`{field}` must be {value!r}, got {fields[field]!r}"
@@ -85,7 +87,7 @@ def translate(fields: Mapping[str, Any]) -> dict[str, Any]:
     if keys % 2:
         raise ValueError(f"`num_key_value_heads` must be even (two keys for each value), got {keys}.")
     if width is None and fields["hidden_size"] % heads:
-        raise ValueError(f"`head_dim` is missing, and `hidden_size` is no multiple of {heads} heads.")
+        raise ValueError(f"`head_dim` is missing, and `hidden_size` is not a multiple of {heads} heads.")
     if not {"rope_theta", "rope_parameters"} & fields.keys():
         require(fields, ["rope_theta"])
     eps = {"head_norm_eps": fields["attn_rms_norm_eps"]} if "attn_rms_norm_eps" in fields else {}

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor operations that weight maps name.
 
-Each takes a tensor of the source, the configuration of our model, and whatever other tensors its rule adds. Letters as
-in DESIGN: H query heads, s of them signals (h of 2h, where each has its own noise head), D width of values, d = D/2, w
+Each takes a tensor of the source, the configuration of our model, and whatever other tensors its rule adds. Letters in
+shapes: H query heads, s of them signals (h of 2h, where each has its own noise head), D width of values, d = D/2, w
 the width that is rotated (d in V1, D in V2). `...` is [hidden] for a weight and nothing for a bias.
 """
 
@@ -23,7 +23,7 @@ def sizes(config: DiffLlamaConfig) -> tuple[int, int, int]:
 
 
 def append_noise_queries(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
-    """[signal heads·D, ...] -> [H·D, ...]: behind the queries of each group their mean, which a single one equals."""
+    """[signal heads·D, ...] -> [H·D, ...]: appends to each group's queries their mean (of one signal: a copy)."""
     signals = tensor.unflatten(0, (config.num_noise_heads, config.signals_per_noise, -1))
     return torch.cat((signals, signals.mean(1, keepdim=True)), dim=1).flatten(0, 2)
 
@@ -42,33 +42,33 @@ def add_group_mean(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tenso
 
 
 def _key_rows(config: DiffLlamaConfig) -> int:
-    """How many rows of keys, and of values, come last."""
+    """Number of rows of keys, and of values, at the end."""
     _, key_value_heads, width = sizes(config)
     return key_value_heads * width
 
 
 def query_rows(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
-    """The queries' rows of queries, keys and values one below the other."""
+    """Returns the rows of queries, from fused rows of queries, keys and values."""
     return tensor[: -2 * _key_rows(config)]
 
 
 def key_rows(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
-    """The keys' rows: -> [num_key_value_heads·D, ...]."""
+    """Returns the rows of keys: [num_key_value_heads·D, ...]."""
     return tensor[-2 * _key_rows(config) : -_key_rows(config)]
 
 
 def value_rows(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
-    """The values' rows: -> [num_key_value_heads·D, ...]."""
+    """Returns the rows of values: [num_key_value_heads·D, ...]."""
     return tensor[-_key_rows(config) :]
 
 
 def first_half(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
-    """[2n, ...] -> [n, ...]: of a gate above an up projection, the gate."""
+    """[2n, ...] -> [n, ...]: the gate, from a fused gate and up projection."""
     return tensor.chunk(2)[0]
 
 
 def second_half(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
-    """[2n, ...] -> [n, ...]: of a gate above an up projection, the up projection."""
+    """[2n, ...] -> [n, ...]: the up projection, from a fused gate and up projection."""
     return tensor.chunk(2)[1]
 
 
@@ -87,8 +87,8 @@ def pair_query_heads(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Ten
 
 
 def pair_head_columns(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
-    """[hidden, 2s·d] -> the same: behind the columns of each signal head those of the head in its place on the other
-    key/value head of the pair, for a head's value is those of both."""
+    """[hidden, 2s·d] -> the same: appends to the columns of each signal head those of its partner on the other
+    key/value head of the pair, because a head's value joins both."""
     columns = tensor.unflatten(1, (sizes(config)[1], 2, -1, config.rotary_dim))
     return columns.transpose(2, 3).flatten(1)
 
@@ -115,7 +115,7 @@ def scale_to_their_epsilon(tensor: torch.Tensor, config: DiffLlamaConfig) -> tor
 
 
 def fold_head_norm(tensor: torch.Tensor, config: DiffLlamaConfig, weight: torch.Tensor) -> torch.Tensor:
-    """[hidden, h·D], [D] -> [hidden, h·D]: the head norm's weight goes into the columns that read it."""
+    """[hidden, h·D], [D] -> [hidden, h·D]: multiplies the columns that read the head norm by its weight."""
     return (tensor * weight.repeat(tensor.shape[1] // len(weight))).to(tensor.dtype)
 
 
@@ -141,12 +141,12 @@ def interleaved_from_half(tensor: torch.Tensor, config: DiffLlamaConfig) -> torc
 
 
 def repeat_keys(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
-    """[2n·d, ...] -> [2h·d, ...]: each key as often as its queries are many, so that every head has its two keys."""
+    """[2n·d, ...] -> [2h·d, ...]: repeats each key for each of its queries, so that every head has its own two keys."""
     keys = tensor.unflatten(0, (-1, sizes(config)[2] // 2))
     return keys.repeat_interleave(config.num_attention_heads // keys.shape[0], dim=0).flatten(0, 1)
 
 
 def repeat_values(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
-    """[n·D, ...] -> [h·D, ...]: each value as often as its heads are many."""
+    """[n·D, ...] -> [h·D, ...]: repeats each value once for each of its heads."""
     values = tensor.unflatten(0, (-1, sizes(config)[2]))
     return values.repeat_interleave(config.num_attention_heads // 2 // values.shape[0], dim=0).flatten(0, 1)

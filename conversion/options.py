@@ -8,11 +8,11 @@ from diffllama.checkpoints.options import VARIANTS
 
 
 Source = Literal["llama", "transformers", "unilm-v1", "unilm-v2", "motif", "perdix"]
-"""What can become ours: models of Llama's layout, transformers' own `diffllama`, microsoft/unilm's modules, Motif 2 and
+"""Source formats: models of Llama's layout, transformers' own `diffllama`, microsoft/unilm's modules, Motif 2 and
 Perdix."""
 
 Target = Literal["transformers", "unilm-v1", "unilm-v2", "motif"]
-"""What ours can become: `unilm-v2` if it is V2, the others if it is V1."""
+"""Target formats: `unilm-v2` for V2, the others for V1."""
 
 GqaLayout = Literal["grouped", "repeated"]
 
@@ -22,15 +22,15 @@ SOURCES, TARGETS, GQA_LAYOUTS = map(get_args, (Source, Target, GqaLayout))
 def check_conversion(
     source: str | None, target: str | None, variant: str | None, gqa_layout: str | None, noise_heads: int | None
 ) -> None:
-    """Raises `ValueError` if these arguments of `convert` name no conversion."""
+    """Raises `ValueError` if no conversion exists for these arguments of `convert`."""
     if (source is None) == (target is None):
         raise ValueError(f"Give `source` (one of {', '.join(SOURCES)}) or `target` (one of {', '.join(TARGETS)}).")
     if source is not None and source not in SOURCES:
         raise ValueError(f"Unknown source {source!r}. Known: {', '.join(SOURCES)}.")
     if target is not None and target not in TARGETS:
         raise ValueError(
-            f"A differential model cannot become {target!r}, which does not compute a difference of two softmax maps. "
-            f"Known targets: {', '.join(TARGETS)} (transformers' diffllama is V1; V2 has no stock target)."
+            f"A differential model cannot be converted to {target!r}. "
+            f"Known targets: {', '.join(TARGETS)} (transformers' diffllama is V1 only)."
         )
     for option, value, known, owner in (
         ("variant", variant, VARIANTS, "llama"),
@@ -38,8 +38,8 @@ def check_conversion(
     ):
         if value is not None and (value not in known or source != owner):
             raise ValueError(
-                f"`{option}` is one of {', '.join(known)} and goes with source={owner!r}, got {value!r} with "
+                f"`{option}` must be one of {', '.join(known)} and needs source={owner!r}, got {value!r} with "
                 f"{source or target!r}."
             )
     if noise_heads is not None and source != "llama":
-        raise ValueError(f"`noise_heads` goes with source='llama', got {noise_heads} with {source or target!r}.")
+        raise ValueError(f"`noise_heads` needs source='llama', got {noise_heads} with {source or target!r}.")

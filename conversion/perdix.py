@@ -55,7 +55,7 @@ FIELDS = {
 
 
 def translate(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Our fields for those of Perdix's config.json. Raises `ValueError` for missing ones, and heads that do not fit."""
+    """Translates fields of Perdix's config.json to ours. Raises `ValueError` for missing or contradictory ones."""
     require(fields, (*FIELDS, "n_heads"))
     heads, width = fields["n_heads"], fields["dim"]
     if not (type(heads) is type(width) is int and heads > 0 and width % heads == 0):
@@ -76,7 +76,7 @@ def translate(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def logits(input_ids: torch.Tensor, weights: Mapping[str, torch.Tensor], config: DiffLlamaConfig) -> torch.Tensor:
-    """What Perdix's formulas give for weights under its names."""
+    """Computes logits by Perdix's formulas, from weights under its names."""
     return motif_reference.perdix_logits(
         input_ids,
         weights,

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Models that transformers does not know, and whose own code is not run, as sources and results of a conversion."""
+"""Models that transformers does not know, as sources and results of a conversion. Their own code never runs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
@@ -18,12 +18,12 @@ from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
 
 class ReferenceModel(TransformersModel):
-    """A folder with a config.json of its own, whose tensors have ours' shapes under other names.
+    """A folder with its own config.json format, whose tensors have our shapes under other names.
 
     Args:
         src: the folder.
         model_type: what config.json calls the model.
-        translate: fields of config.json -> fields of ours; raises `ValueError` for what we lack.
+        translate: fields of config.json -> our fields; raises `ValueError` for features that our model lacks.
         weight_map: from its names to ours.
         logits: what the model computes: (token ids [b, n], its weights, our configuration) -> [b, n, vocabulary].
 
@@ -52,10 +52,10 @@ class ReferenceModel(TransformersModel):
 
     @cached_property
     def config(self) -> DiffLlamaConfig:
-        """The source's configuration as one of ours. Without `tie_word_embeddings` the weights tell whether they are.
+        """The source's configuration as ours. Without `tie_word_embeddings`, the weights decide.
 
-        Raises `ValueError` if config.json is no JSON, has absurd sizes, is another model's, a quantized model's, lacks
-        fields or asks for what we lack.
+        Raises `ValueError` if config.json is not valid JSON, has absurd sizes, belongs to another or a quantized model,
+        lacks fields or has features that our model lacks.
         """
         file = self.src / "config.json"
         fields = read_json(file)
@@ -73,7 +73,7 @@ class ReferenceModel(TransformersModel):
         return DiffLlamaConfig(diff_variant="v1", dtype=fields.get("dtype", fields.get("torch_dtype")), **ours)
 
     def expected(self) -> dict[str, torch.Tensor]:
-        """Names and shapes that the tensors must have: those of our model, under the source's names."""
+        """Returns the names and shapes that the tensors must have: our model's shapes, under the source's names."""
         check_layers(self.config.num_hidden_layers, len(self.checkpoint.tensors))
         steps = plan(expected_tensors(self.config), inverse(self.weight_map), self.config)
         return {name: step.result for name, step in steps.items()}
@@ -82,13 +82,13 @@ class ReferenceModel(TransformersModel):
     def outputs(
         self, dtype: torch.dtype, implementation: str = "", rounded: torch.dtype | None = None
     ) -> list[torch.Tensor]:
-        """What the model's formulas give, which know no attention implementation and no cache."""
+        """Computes the model's formulas, which have neither attention functions nor a KV cache."""
         weights = {name: self.checkpoint.read(name).to(rounded or dtype).to(dtype) for name in self.checkpoint.tensors}
         ids = token_ids(self.config.vocab_size, self.config.max_position_embeddings)
         return 2 * [self.logits(ids, weights, self.config)]
 
 
 def require(fields: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises `ValueError` for fields that are not there, and cannot be guessed."""
+    """Raises `ValueError` for missing fields."""
     if missing := [name for name in names if fields.get(name) is None]:
         raise ValueError(f"these fields are missing: {', '.join(f'`{name}`' for name in missing)}.")

@@ -44,7 +44,7 @@ TO_TRANSFORMERS = _weight_map(operations.halves_from_neighbours, operations.scal
 TO_TRANSFORMERS_WITH_NORM: WeightMap = {
     **TO_TRANSFORMERS,
     _OUTPUT: Rule(_OUTPUT, (operations.fold_head_norm,), (_NORM,)),
-    _NORM: None,  # in the output projection
+    _NORM: None,  # folded into the output projection
 }
 
 
@@ -59,7 +59,9 @@ def convert_config(source: TransformersDiffLlamaConfig) -> DiffLlamaConfig:
         raise ValueError(f"`rms_norm_eps` of the source must be positive, got {source.rms_norm_eps}.")
     width = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
     return DiffLlamaConfig(
-        **{field: getattr(source, field) for field in SHARED_FIELDS if field != "mlp_bias"},  # it has no such biases
+        **{
+            field: getattr(source, field) for field in SHARED_FIELDS if field != "mlp_bias"
+        },  # transformers' model has no such biases
         diff_variant="v1",
         num_attention_heads=source.num_attention_heads,
         num_key_value_heads=source.num_key_value_heads // 2,
@@ -71,7 +73,7 @@ def convert_config(source: TransformersDiffLlamaConfig) -> DiffLlamaConfig:
 
 
 def convert_config_back(config: DiffLlamaConfig) -> TransformersDiffLlamaConfig:
-    """The configuration of transformers' `diffllama` with our heads. Raises `ValueError` for what it lacks."""
+    """The configuration of transformers' `diffllama` with our heads. Raises `ValueError` for features that it lacks."""
     refuse(
         config,
         "transformers' diffllama",
@@ -104,11 +106,11 @@ def weight_map_back(config: DiffLlamaConfig) -> WeightMap:
 
 
 def refuse(config: DiffLlamaConfig, who: str, **required: object) -> None:
-    """Raises `ValueError`, naming every field of ours that does not have the only value that the other side knows."""
+    """Raises `ValueError` with each field whose value the target format cannot express."""
     faults = [
         f"`{field}` must be {reprlib.repr(value)}, got {reprlib.repr(getattr(config, field))}"
         for field, value in required.items()
         if getattr(config, field) != value
     ]
     if faults:
-        raise ValueError(f"This model cannot become {who}: {'; '.join(faults)}.")
+        raise ValueError(f"This model cannot be converted to {who}: {'; '.join(faults)}.")

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Models of transformers as sources and as results of a conversion: what they compute, and how they are saved."""
+"""Models of transformers as sources and results of a conversion: their outputs, and how to save them."""
 
 from pathlib import Path
 
@@ -15,17 +15,17 @@ from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
 
 class TransformersModel(TransformersSource):
-    """A checkpoint of a model of transformers whose outputs can be compared with those of another one."""
+    """A checkpoint of a transformers model, whose outputs can be compared with another's."""
 
     @property
     def model_type(self) -> str:
-        """What transformers calls the model."""
+        """transformers' name of the model type."""
         return self.config.model_type
 
     def outputs(
         self, dtype: torch.dtype, implementation: str, rounded: torch.dtype | None = None
     ) -> list[torch.Tensor]:
-        """What the model computes in a dtype with an attention implementation, see `verification.model_outputs`.
+        """Computes the model's outputs in a dtype with an attention function, see `verification.model_outputs`.
 
         With `rounded`, its weights are rounded to that dtype first. Other tensors, such as rotary frequencies, stay in
         float32. Weights are made contiguous too: with other strides torch may choose other kernels.
@@ -38,7 +38,7 @@ class TransformersModel(TransformersSource):
         return model_outputs(model)
 
     def load(self, dtype: torch.dtype, implementation: str) -> PreTrainedModel:
-        """Loads the model; a GGUF file's is in float32. Raises `CheckpointError` if transformers misses tensors."""
+        """Loads the model, from a GGUF file in float32. Raises `CheckpointError` for tensors that are missing."""
         if self.src.is_file():
             self.gguf_model.set_attn_implementation(implementation)
             return self.gguf_model
@@ -48,13 +48,13 @@ class TransformersModel(TransformersSource):
             **self.location, config=config, dtype=dtype, output_loading_info=True
         )
         if report["missing_keys"]:
-            problem = "Without --no-verify, transformers has to load the model, and it does not find these tensors"
+            problem = "transformers does not find these tensors when it loads the model (--no-verify skips loading)"
             raise CheckpointError(lines(problem, sorted(report["missing_keys"])))
         return model.eval()
 
 
 def save_config(config: PreTrainedConfig, folder: Path) -> None:
-    """Writes a configuration and, of a model of ours, its code."""
+    """Writes a configuration and, for a diffllama model, its code."""
     config.architectures = [type(meta_model(config)).__name__]
     config.save_pretrained(folder)
     if config.model_type == DiffLlamaConfig.model_type:

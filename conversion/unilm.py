@@ -78,14 +78,14 @@ LACKING: dict[str, object] = {
     "hidden_act": "silu",
     "gated_mlp": True,
 }
-"""Fields of ours -> the only value that unilm's modules know."""
+"""Our fields -> the only value that unilm's modules support."""
 
 NOT_FIELDS = ("model_type", "auto_map", "architectures", "transformers_version")
-"""What config.json has besides fields of ours."""
+"""Entries of config.json that are not our fields."""
 
 
 def attention_weights(variant: Variant) -> list[str]:
-    """What unilm calls the weights of an attention module."""
+    """Returns unilm's names of the weights of an attention module."""
     return list(under(FROM_UNILM[variant, "grouped"], _ATTENTION))
 
 
@@ -98,7 +98,7 @@ def canonical(name: str, variant: Variant, layer: int) -> str:
 
 
 class UnilmModel:
-    """Weights of unilm's modules: one or many state dicts of attention, or a whole model, see conversion/README.md.
+    """Weights of unilm's modules: one or many state dicts of attention, or a whole model, see docs/layouts.md.
 
     Args:
         src: a file or a folder of files (.safetensors, .bin, .pt, .pth).
@@ -122,7 +122,7 @@ class UnilmModel:
         else:
             files = sorted(file for file in self.src.iterdir() if file.suffix in SUFFIXES)
             if not files:
-                raise FileNotFoundError(f"{self.src} has no files of weights ({', '.join(SUFFIXES)}).")
+                raise FileNotFoundError(f"{self.src} has no weight files ({', '.join(SUFFIXES)}).")
             layers = {int((re.findall(r"\d+", file.stem) or [-1])[-1]): file for file in files}
             first = min(layers)
             if len(files) > 1 and (first < 0 or sorted(layers) != list(range(first, first + len(files)))):
@@ -133,7 +133,7 @@ class UnilmModel:
         for layer, part in enumerate(parts):
             for name, home in part.homes.items():
                 if (name := canonical(name, self.variant, layer)) in homes:
-                    raise CheckpointError(f"Two files of {self.src} have a tensor {name}.")
+                    raise CheckpointError(f"Two files in {self.src} have the tensor {name}.")
                 homes[name] = home
         digests = "".join(part.index_sha256 for part in parts)
         return Checkpoint(homes, digests if len(parts) == 1 else hashlib.sha256(digests.encode()).hexdigest())
@@ -154,12 +154,12 @@ class UnilmModel:
         fields = read_json(file) if file.is_file() else {}
         if fields.get("model_type", self.model_type) != self.model_type:
             raise ValueError(
-                f"{file} must hold fields of DiffLlamaConfig, and `model_type` {self.model_type!r} or none, got "
+                f"{file} must have fields of DiffLlamaConfig, with `model_type` {self.model_type!r} or without it, got "
                 f"{fields['model_type']!r}."
             )
         if not file.is_file() and not self.attention_only:
             raise ValueError(
-                f"{file} does not exist. A whole model needs it for what weights do not tell: `rms_norm_eps`, "
+                f"{file} does not exist. A whole model needs it for what weights do not determine: `rms_norm_eps`, "
                 "`rope_parameters`, `max_position_embeddings`, `bos_token_id`, `eos_token_id`."
             )
         fields = {name: value for name, value in fields.items() if name not in NOT_FIELDS}

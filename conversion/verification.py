@@ -91,7 +91,7 @@ def token_ids(vocab_size: int, max_length: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def model_outputs(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Logits of a model of transformers for `token_ids`: in one pass, and token by token with a cache."""
+    """Returns the logits of a transformers model for `token_ids`: in one pass, and token by token with a KV cache."""
     ids = token_ids(model.config.vocab_size, model.config.max_position_embeddings)
     whole = model(input_ids=ids, use_cache=False).logits
     first = max(1, 2 * ids.shape[1] // 3)

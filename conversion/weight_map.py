@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Weight maps: what becomes of each tensor of a source, as data, and the plan that follows from one.
+"""Weight maps: what each tensor of a source becomes, as data, and the plan that follows from a map.
 
 Shapes are planned with tensors on the meta device, which have a shape and a dtype and no values.
 """
@@ -26,8 +26,8 @@ class Rule:
 
     Attributes:
         target: its name in the result, a template with the source's `{i}`.
-        operations: what is done to it, in this order; none copies it.
-        others: templates of more source tensors that every operation is given.
+        operations: applied in this order; without any, the tensor is copied.
+        others: templates of further source tensors, which each operation receives.
     """
 
     target: str
@@ -49,19 +49,19 @@ def find_rules(name: str, weight_map: WeightMap) -> tuple[tuple[Rule, ...], str]
 
 
 def inverse(weight_map: WeightMap) -> WeightMap:
-    """Gives what a map has renamed its old names again, for a map that makes one tensor of each. Values stay."""
+    """Returns the map that restores the old names, for a map with one target for each tensor. Values do not change."""
     return {rule.target: Rule(name) for name, rule in weight_map.items() if isinstance(rule, Rule)}
 
 
 def plan(
     source: Mapping[str, torch.Tensor], weight_map: WeightMap, config: DiffLlamaConfig, dtype: torch.dtype | None = None
 ) -> dict[str, Step]:
-    """How every tensor of the result is made, in the source's order.
+    """Returns the step that computes each tensor of the result, in the source's order.
 
     Args:
         source: the source's tensors, on the meta device.
-        config: ours, which operations read sizes from.
-        dtype: what floating-point tensors become; their own dtype by default.
+        config: our configuration, from which operations read sizes.
+        dtype: of floating-point tensors of the result; by default their own.
 
     Raises:
         CheckpointError: the map has no entry for a tensor, or makes one tensor of two.
@@ -77,12 +77,12 @@ def plan(
         for rule in rules:
             target = rule.target.format(i=layer)
             if target in steps:
-                raise CheckpointError(f"The weight map makes {target!r} of two tensors, the second of them {name!r}.")
+                raise CheckpointError(f"The weight map has two sources for {target!r}, the second is {name!r}.")
             inputs = (name, *(other.format(i=layer) for other in rule.others))
 
             def make(tensor: torch.Tensor, *others: torch.Tensor, rule: Rule = rule) -> torch.Tensor:
                 cast = dtype if tensor.is_floating_point() else None
-                if cast is not None and rule.operations:  # twice a number of float16 may be too large for it
+                if cast is not None and rule.operations:  # doubling may overflow float16
                     tensor = tensor.to(torch.promote_types(tensor.dtype, cast))
                 for operation in rule.operations:
                     tensor = operation(tensor, config, *others)

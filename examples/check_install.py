@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Checks an installed diffllama: a model is made from a preset, saved and loaded through the Auto classes."""
+"""Checks an installed diffllama: creates a model from a preset, saves it and loads it through the Auto classes."""
 
 import tempfile
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`make demo`: converts SmolLM2-135M-Instruct, then talks to it in a process that does not have diffllama."""
+"""`make demo`: converts SmolLM2-135M-Instruct, then asks it a question in a process without diffllama."""
 
 import filecmp
 import importlib.util

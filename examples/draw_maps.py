@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the README's figure: the two softmax maps of one differential head and their difference.
 
-The demo's converted model has two equal maps in every head, which only training tells apart. To show what a difference
-looks like without a trained checkpoint, the second query of each head is turned down here, which spreads its map out:
-what both maps agree on cancels.
+The two maps of the demo's converted model stay identical until you train it. To show a difference without a trained
+checkpoint, this program halves the second query of each head, which flattens its map.
 
 Usage: python examples/draw_maps.py [MODEL_FOLDER] [PICTURE]
 """
@@ -28,7 +27,7 @@ LAYER, HEAD = 18, 6
 
 
 def spread_second_maps(model: DiffLlamaForCausalLM) -> None:
-    """Halves the second query of every head in place: scores shrink, and the softmax map comes closer to uniform."""
+    """Halves the second query of every head in place: its scores shrink, and its softmax map becomes more uniform."""
     with torch.no_grad():
         for layer in model.model.layers:
             attention = layer.self_attn

@@ -1,13 +1,13 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Upcycle and heal: trains a converted model further, beside its original, and draws both.
+"""Trains a converted model and its Llama further, and draws the losses of both.
 
-A conversion is exact: every head's two maps are equal and nothing cancels. Training tells them apart. Both models read
-the same tokens in the same order, with the same seed, optimizer and learning rate.
+The two maps of a converted model stay identical until you train it. Both models read the same tokens in the same order,
+with the same seed, optimizer and learning rate.
 
 Usage: python examples/heal.py [CONFIG.yaml] [OUT]
 
-Writes OUT.json, what both logged, and OUT.png. Repeated, it goes on where it broke off.
+Writes the logs of both to OUT.json, and OUT.png. Run it again to continue an interrupted run.
 """
 
 import json
@@ -43,7 +43,7 @@ CURVES = {
 
 
 def prepare() -> None:
-    """Makes the demo's two folders, the Llama and its conversion, where they are missing."""
+    """Creates the demo's two folders, the Llama and its conversion, unless they exist."""
     if not (FOLDER / "model.safetensors").exists():
         convert(smollm2_gguf(), FOLDER, source="llama")
     if not (LLAMA / "model.safetensors").exists():
@@ -51,7 +51,7 @@ def prepare() -> None:
 
 
 def logged(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What a training logged: (step, value) for each curve."""
+    """Returns what a run logged: (step, value) for each curve."""
     history = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     return {
         name: list(points.items())  # once each, also of a run that was resumed
@@ -61,7 +61,7 @@ def logged(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def draw(results: dict[str, dict[str, list[tuple[int, float]]]], tokens_per_step: int, picture: Path) -> None:
-    """Losses of both, and how far the maps of the differential model are apart, over thousands of tokens."""
+    """Draws both models' losses and the distance between the differential model's maps, over thousands of tokens."""
     figure, (losses, shares, angles) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
 
     def plot(axis: Axes, points: list[tuple[int, float]], **style: Any) -> None:
@@ -86,7 +86,7 @@ def draw(results: dict[str, dict[str, list[tuple[int, float]]]], tokens_per_step
 
 
 def main(config: str = "examples/heal.yaml", out: str = "docs/measurements/heal") -> None:
-    """Trains both models and writes what came out."""
+    """Trains both models and writes their logs and the figure."""
     settings = read_settings(Path(config))
     if settings["model"].get("from") == str(FOLDER):
         prepare()

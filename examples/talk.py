@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a converted folder as anyone would, without diffllama, compares it with its original and talks to it.
+"""Loads a converted folder without diffllama, compares it with its original and asks it a question.
 
 Usage: python talk.py FOLDER ORIGINAL.gguf PROMPT
 """

@@ -1,11 +1,11 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a conversion looks like when one of its steps is left out: the table of conversion/README.md.
+"""Shows the error of a conversion without one of its steps: the table of docs/layouts.md.
 
 Usage: python examples/wrong_layouts.py
 
 Converts small random models (float32, 4 layers, hidden width 256, 4 differential heads, 2 key/value heads) with the
-weight maps as they are, then with one operation left out, and prints how far the logits are off.
+weight maps as they are, then with one operation left out, and prints the error of the logits.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def random_weights(config: PreTrainedConfig, weight_map: WeightMap | None = None
 
 
 def model_logits(config: PreTrainedConfig) -> Logits:
-    """What a model of transformers computes with given weights."""
+    """Returns a function that computes the logits of a transformers model from weights."""
 
     @torch.inference_mode()
     def logits(weights: Weights) -> torch.Tensor:
@@ -65,7 +65,7 @@ def model_logits(config: PreTrainedConfig) -> Logits:
 
 
 def unilm_logits(config: DiffLlamaConfig, gqa_layout: unilm.GqaLayout) -> Logits:
-    """What unilm's formulas compute with given weights."""
+    """Returns a function that computes unilm's formulas from weights."""
     return lambda weights: unilm.reference_outputs(weights, config, gqa_layout)[0]
 
 

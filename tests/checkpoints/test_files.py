@@ -30,7 +30,7 @@ def test_paths_are_made_absolute(name: str, tmp_path: Path, monkeypatch: pytest.
     for folder in ("here", "folder/here"):
         (tmp_path / folder).mkdir(parents=True)
     assert locate(name, None, []) == Path(os.path.normpath(tmp_path / name))
-    with pytest.raises(ValueError, match="`revision` goes with a repository of the Hub"):
+    with pytest.raises(ValueError, match="`revision` is only for a repository of the Hub"):
         locate(name, "main", [])
     assert asked == []
 
@@ -41,7 +41,7 @@ def test_repository_is_downloaded(asked: list[Any], tmp_path: Path, monkeypatch:
     ((name, options),) = asked
     assert name == "some/model"
     assert (options["revision"], options["allow_patterns"]) == ("v1", ["*.json"])
-    with pytest.raises(FileNotFoundError, match=r"other/model does not exist, and no repository .* no such repository"):
+    with pytest.raises(FileNotFoundError, match=r"other/model does not exist, and .* no such repository"):
         locate("other/model", None, [])
 
 
@@ -95,7 +95,7 @@ def test_leftover_of_a_killed_process_is_removed(tmp_path: Path) -> None:
 def test_lock_keeps_others_out_and_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "run"
     with locked(folder, "name another"):
-        says = r"Another run is writing into .*run: wait for its end, or name another\."
+        says = r"Another run is writing into .*run: wait until it ends, or name another\."
         with pytest.raises(ValueError, match=says), locked(folder, "name another"):
             pass
         (folder / "written").touch()

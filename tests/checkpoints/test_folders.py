@@ -142,10 +142,10 @@ REFUSED = {
     "the current folder": (lambda root: os.chdir(root / "dest"), "dest", "is the current folder.* folder inside it"),
     "a mount point": (nothing, "/", "is a mount point"),
     **{
-        name: (repository(name), "dest", rf"dest has a repository in it \(.*{name}\)")
+        name: (repository(name), "dest", rf"dest contains a repository \(.*{name}\)")
         for name in (".git", ".hg", ".svn", "sub/.git")
     },
-    ".git as a file": (repository(".git", as_file=True), "dest", r"dest has a repository in it \(.*\.git\)"),
+    ".git as a file": (repository(".git", as_file=True), "dest", r"dest contains a repository \(.*\.git\)"),
 }
 """Name -> what is done to a folder with the model `dest`, where the result is to be, and what is said, always."""
 
@@ -179,12 +179,12 @@ def test_files_beside_the_models_are_listed_before_and_when_they_are_lost(
         (dest / name).touch()
     (dest / "loop").symlink_to("loop")
     lost = "loop, notes/thesis.tex, optimizer.pt"
-    with pytest.raises(FileExistsError, match=rf"--overwrite\. These files of it are not a model's.* lost: {lost}\.$"):
+    with pytest.raises(FileExistsError, match=rf"--overwrite\. These files do not belong to a model.* lost: {lost}\.$"):
         check_free(dest, False)
     assert caplog.text == ""
     with new_folder(dest, overwrite=True):
         pass
-    assert f"dest is replaced. These files of it are not a model's, and are lost: {lost}" in caplog.text
+    assert f"dest. These files do not belong to a model and will be lost: {lost}" in caplog.text
 
 
 # Processes that were killed

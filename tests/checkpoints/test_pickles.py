@@ -86,8 +86,8 @@ NO_WEIGHTS: dict[str, Any] = {
     "a is torch.float8_e4m3fn": {"a": torch.ones(3).to(torch.float8_e4m3fn)},
     "a is torch.sparse_coo, not a dense tensor": {"a": torch.eye(3).to_sparse()},
     "a is without values": {"a": torch.empty(3, device="meta")},
-    "two tensors are called a.b": {"a.b": A, "a": {"b": B}},
-    "two tensors are called 0": {0: A, "0": B},
+    "two tensors have the name a.b": {"a.b": A, "a": {"b": B}},
+    "two tensors have the name 0": {0: A, "0": B},
     "it is str": "weights",
     "maximum recursion depth": LOOP,
     "contains argparse.Namespace; only tensors are loaded": {"model": {"a": A}, "args": Namespace(lr=0.1)},  # fairseq
@@ -109,7 +109,7 @@ def test_pickle_that_is_cut_off_anywhere_is_refused_by_name(
     for end in ends:
         (tmp_path / "x.bin").write_bytes(content[:end])
         text = message(tmp_path / "x.bin")
-        assert "\n  x.bin: torch cannot load it, it may be cut off: " in text or "only tensors are loaded" in text
+        assert "\n  x.bin: torch cannot load it; it may be truncated: " in text or "only tensors are loaded" in text
         assert "weights_only" not in text  # torch's advice, to run whatever is in it
 
 
@@ -139,7 +139,7 @@ def test_damaged_pickles_are_read_or_refused(to_file: Callable[[Path, Any], Path
         (b"garbage" * 99, "is not a pickle of tensors"),
         (b"<html><body>Not found</body></html>", "is not a pickle of tensors"),
         (pickle.dumps({"a": [1.0]}), "is not a pickle of tensors"),
-        (b"PK\3\4 is no zip file", "torch cannot load it, it may be cut off: RuntimeError"),
+        (b"PK\3\4 is no zip file", "torch cannot load it; it may be truncated: RuntimeError"),
     ],
     ids=["garbage", "html", "plain pickle", "no zip"],
 )

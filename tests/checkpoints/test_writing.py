@@ -159,7 +159,7 @@ def test_nonfinite_weights_are_not_written_and_all_of_them_are_named(tmp_path: P
     weights["a"][1, 2], weights["c"][0, 0] = torch.nan, torch.inf
     torch.save(weights, tmp_path / "x.bin")
     checkpoint = open_checkpoint(tmp_path / "x.bin")
-    with pytest.raises(CheckpointError, match=r"NaN or infinite: .*\n  x\.bin: a\n  x\.bin: c$"):
+    with pytest.raises(CheckpointError, match=r"NaN or infinite values .*:\n  x\.bin: a\n  x\.bin: c$"):
         write_shards(tmp_path, as_they_are(checkpoint), checkpoint)
 
 
@@ -169,7 +169,7 @@ def test_tensor_that_overflows_is_named_with_its_source(tmp_path: Path) -> None:
     for source, dtype in ((checkpoint, torch.bfloat16), (checkpoint, torch.float32), (narrow, torch.bfloat16)):
         write_shards(tmp_path, plan(source.tensors, {"a": rule}, tiny_config(), dtype), source)
         assert load_file(tmp_path / SINGLE)["b"].item() == torch.tensor(80_000.0, dtype=dtype).item()
-    message = r"^b becomes infinite: float16 holds numbers up to 65504, and .* a is larger\. .* such as bfloat16"
+    message = r"^b becomes infinite: the largest float16 is 65504, and .* a is larger\. .* such as bfloat16"
     with pytest.raises(CheckpointError, match=message):
         write_shards(tmp_path, plan(checkpoint.tensors, {"a": rule}, tiny_config(), torch.float16), checkpoint)
 

@@ -271,7 +271,7 @@ OURS: dict[str, Any] = {"hidden_act": "poly_norm", "lambda_init": motif.lambda_i
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"diff_variant": "v2"}, "cannot become Motif: `diff_variant` must be 'v1', got 'v2'"),
+        ({"diff_variant": "v2"}, "cannot be converted to Motif: `diff_variant` must be 'v1', got 'v2'"),
         ({"lambda_init": "exponential"}, r"`lambda_init` must be \[-0\.00\d+, 0\.2\d*\], got 'exponential'"),
         ({"lambda_init": [0.0, 0.2]}, r"got \[0\.0, 0\.2\]"),
         ({"hidden_act": "silu"}, "`hidden_act` must be 'poly_norm', got 'silu'"),

@@ -144,7 +144,7 @@ def test_conversion_there_and_back_gives_the_same_bits(
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"diff_variant": "v2"}, "become transformers' diffllama: `diff_variant` must be 'v1', got 'v2'"),
+        ({"diff_variant": "v2"}, "converted to transformers' diffllama: `diff_variant` must be 'v1', got 'v2'"),
         ({"lambda_init": 0.5}, "`lambda_init` must be 'exponential', got 0.5"),
         ({"num_noise_heads": 2}, "`num_noise_heads` must be 4, got 2"),
         ({"hidden_act": "poly_norm"}, "`hidden_act` must be 'silu', got 'poly_norm'"),

@@ -274,7 +274,7 @@ def files(*names: str, prefix: str = "") -> Callable[[Path], Path]:
 
 REFUSALS: dict[str, tuple[Callable[[Path], Path], type[Exception], str]] = {
     "missing": (lambda folder: folder / "nowhere", FileNotFoundError, "nowhere does not exist"),
-    "empty": (files(), FileNotFoundError, r"src has no files of weights \(\.safetensors, \.bin, \.pt, \.pth\)"),
+    "empty": (files(), FileNotFoundError, r"src has no weight files \(\.safetensors, \.bin, \.pt, \.pth\)"),
     "unknown tensor": (broken({"more": torch.zeros(2)}), CheckpointError, r"extra: more \[2\]"),
     "missing tensor": (broken({LAMBDA: None}), CheckpointError, rf"missing: {LAMBDA} \[8\]"),
     "misshapen": (broken({LAMBDA: torch.zeros(3)}), CheckpointError, r"lambda_q2 \[3\], must be \[8\]"),
@@ -282,7 +282,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Path], type[Exception], str]] = {
     "config that is no object": (with_config("[]"), ValueError, r"config\.json"),
     "config that is no JSON": (with_config("{"), ValueError, r"config\.json"),
     "sizes that contradict": (broken({}, hidden_size=32), CheckpointError, r"\[64, 48\], must be \[64, 32\]"),
-    "ours": (broken({}, model_type="diff_llama"), ValueError, "`model_type` 'unilm-v1' or none, got 'diff_llama'"),
+    "ours": (broken({}, model_type="diff_llama"), ValueError, "`model_type` 'unilm-v1' or without it, got 'diff_llama'"),
     "other variant": (broken({}, diff_variant="v2"), ValueError, "`diff_variant` must be 'v1', got 'v2'"),
     "biases": (broken({}, attention_bias=True), ValueError, "`attention_bias` must be False, got True"),
     "activation": (broken({}, hidden_act="gelu"), ValueError, "`hidden_act` must be 'silu', got 'gelu'"),
@@ -290,13 +290,13 @@ REFUSALS: dict[str, tuple[Callable[[Path], Path], type[Exception], str]] = {
         broken({FAR: torch.zeros(2)}), ValueError, r"`num_hidden_layers` in .*src/config\.json .* got 1000000000"
     ),
     "more layers than tensors": (
-        broken({}, num_hidden_layers=4000), CheckpointError, "is 4,000, and the number of tensors only 4"
+        broken({}, num_hidden_layers=4000), CheckpointError, "is 4,000, but the number of tensors is only 4"
     ),
     "names without layers": (files("a.pt", "z.pt"), CheckpointError, r"numbers of their layers.*a\.pt.*z\.pt"),
     "a name without a layer": (files("a.pt", "l0.pt"), CheckpointError, r"numbers of their layers.*a\.pt.*l0\.pt"),
     "a layer's file missing": (files("l0.pt", "l2.pt"), CheckpointError, r"numbers of their layers.*l0\.pt.*l2\.pt"),
     "a layer twice": (files("l1.pt", "m1.pt"), CheckpointError, r"numbers of their layers.*l1\.pt.*m1\.pt"),
-    "a tensor twice": (files("l0.pt", "l1.pt", prefix="0."), CheckpointError, r"Two files of .* a tensor model"),
+    "a tensor twice": (files("l0.pt", "l1.pt", prefix="0."), CheckpointError, r"Two files in .* the tensor model"),
 }  # fmt: skip
 
 
@@ -338,7 +338,7 @@ def test_what_unilms_modules_lack_is_refused_by_name(
     variant: str, fields: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     source = save_model(tmp_path / "src", tiny_config(variant, **fields))
-    with pytest.raises(ValueError, match=f"cannot become a model in unilm-v1's layout.*{named}"):
+    with pytest.raises(ValueError, match=f"cannot be converted to a model in unilm-v1's layout.*{named}"):
         convert(source, tmp_path / "dest", target="unilm-v1")
     assert not (tmp_path / "dest").exists()
 

@@ -93,7 +93,7 @@ def test_tensors_that_no_entry_names_exactly_are_refused_with_their_shapes(name:
     ids=["layers", "names", "rules"],
 )
 def test_one_tensor_made_of_two_is_refused(source: tuple[str, ...], weight_map: WeightMap, second: str) -> None:
-    with pytest.raises(CheckpointError, match=f"'x' of two tensors, the second of them '{second}'"):
+    with pytest.raises(CheckpointError, match=f"two sources for 'x', the second is '{second}'"):
         plan({name: meta(2) for name in source}, weight_map, CONFIG)
 
 

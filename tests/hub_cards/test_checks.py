@@ -236,7 +236,7 @@ class TestFiles:
             "notes.txt:secret: contains a secret: Hugging Face token (hf_aB3…)",
             "named.json:secret: `hub_token` is a secret",
             "path.json:path: `a.path` is or contains a local path: '/data/llama/weights'",
-            "added_tokens.json:json: is not valid JSON: NaN is no number in JSON",
+            "added_tokens.json:json: is not valid JSON: NaN is not a number in JSON",
         ):
             assert line in lines
 

@@ -249,7 +249,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "nothing": (lambda src: shutil.rmtree(src), FileNotFoundError, "src is not a folder"),
     "adapter": (lambda src: (src / "config.json").rename(src / "adapter_config.json"), ValueError, "merge_and_unload"),
     "other model": (lambda src: edit(src, model_type="llama"), ValueError, "must be one of 'diff_llama', got 'llama'"),
-    "state": (lambda src: (src / "trainer_state.json").write_text("{"), ValueError, "trainer_state.json is no JSON"),
+    "state": (lambda src: (src / "trainer_state.json").write_text("{"), ValueError, "state.json is not valid JSON"),
     "tokenizer": (lambda src: (src / "tokenizer.json").write_text("{}"), ValueError, "tokenizer in .* does not load"),
     "link": (lambda src: (src / "NOTICE").symlink_to("/etc/hostname"), ValueError, "NOTICE is a link out of"),
     "aliases": (lambda src: (src / "README.md").write_text(f"---\n{ALIASES}---\n"), ValueError, "YAML aliases"),

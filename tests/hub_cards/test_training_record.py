@@ -154,5 +154,5 @@ def test_hostile_pickle_runs_nothing(call: str, tmp_path: Path) -> None:
 )
 def test_damaged_file_is_named(name: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"{name} (cannot be read safely|is no JSON|must be a JSON object)"):
+    with pytest.raises(ValueError, match=f"{name} (cannot be read safely|is not valid JSON|must be a JSON object)"):
         training_record(tmp_path)

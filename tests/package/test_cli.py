@@ -362,16 +362,16 @@ class TestHubFolders:
     [
         ("", "Give --from (one of llama, transformers, unilm-v1, unilm-v2, motif, perdix) or --to (one of transf"),
         ("--from llama --to transformers", "Give --from"),
-        ("--to llama", "V2 has no stock target"),
+        ("--to llama", "cannot be converted to 'llama'"),
         (
             "--from llama --gqa-layout repeated",
-            "--gqa-layout is one of grouped, repeated and goes with --from unilm-v1",
+            "--gqa-layout must be one of grouped, repeated and needs --from unilm-v1",
         ),
-        ("--to unilm-v1 --variant v1", "--variant is one of v1, v2 and goes with --from llama, got 'v1'"),
-        ("--from perdix --noise-heads 2", "--noise-heads goes with --from llama, got 2 with 'perdix'"),
+        ("--to unilm-v1 --variant v1", "--variant must be one of v1, v2 and needs --from llama, got 'v1'"),
+        ("--from perdix --noise-heads 2", "--noise-heads needs --from llama, got 2 with 'perdix'"),
         ("--from llama --noise-heads 3", "--noise-heads must divide the signal heads (4)"),
         ("--from llama --max-shard-size much", "--max-shard-size must be a number of bytes or a text like"),
-        ("--from llama --revision main", "--revision goes with a repository of the Hub"),
+        ("--from llama --revision main", "--revision is only for a repository of the Hub"),
     ],
 )
 def test_options_that_do_not_go_together_are_one_line_of_error(
@@ -415,9 +415,9 @@ def test_wrong_arguments_of_convert_are_refused_without_heavy_imports(tmp_path: 
     """Options that are wrong, and sources that do not exist, as a path and as what may be a repository."""
     commands = {
         "nowhere dest --from llama": (1, "nowhere does not exist. Name a folder, a file, or a repository of the Hub"),
-        "models/llama dest --from llama": (1, "no repository models/llama can be had from the Hub"),
+        "models/llama dest --from llama": (1, "repository models/llama cannot be downloaded from the Hub"),
         "src dest --from bogus": (2, "'bogus'"),
-        "src dest --to transformers --variant v1": (1, "--variant is one of v1, v2 and goes with --from llama"),
+        "src dest --to transformers --variant v1": (1, "--variant must be one of v1, v2 and needs --from llama"),
         "src dest --from llama --max-shard-size 5apples": (1, "--max-shard-size must be a number of bytes"),
         "--help": (0, ""),
     }

@@ -229,10 +229,12 @@ REFUSALS = {
     "no config.json": _broken(
         FileNotFoundError, r"src has no config\.json", lambda src: (src / "config.json").unlink()
     ),
-    "config no json": _text("config.json", "{", r"src/config\.json is no JSON"),
+    "config no json": _text("config.json", "{", r"src/config\.json is not valid JSON"),
     "config no object": _text("config.json", "[]", r"src/config\.json must be .*got list"),
     "config too deep": _text("config.json", "[" * 100_000, r"config\.json .*too deeply"),
-    "generation settings no json": _text("generation_config.json", "{", r"src/generation_config\.json is no JSON"),
+    "generation settings no json": _text(
+        "generation_config.json", "{", r"generation_config\.json is not valid JSON"
+    ),
     "broken tokenizer": _text("tokenizer.json", "{", "double quotes"),
     "adapter": _text("adapter_config.json", "{}", r"an adapter beside its model \(adapter_config\.json\).*merge_and_"),
     "adapter behind a link to nothing": _broken(
@@ -246,7 +248,7 @@ REFUSALS = {
     "a size of exabytes": _config("`hidden_size` in .* got 4611686018427387904", hidden_size=2**62),
     "a negative size": _config("`vocab_size` in .* got -1", vocab_size=-1),
     "a size that is no number": _config("`head_dim` in .* got '16'", head_dim="16"),
-    "layer types that are no list": _config(r"src/config\.json is no configuration: TypeError", layer_types=7),
+    "layer types that are no list": _config(r"src/config\.json is not a valid configuration: TypeError", layer_types=7),
     "other model": _config("`model_type`.*'llama'.*, got 'gemma'", model_type="gemma"),
     "unknown model": _config("nonesuch", model_type="nonesuch"),
     "code of its own": _config("trust_remote_code", model_type="mine", auto_map={"AutoConfig": "evil.Config"}),
