@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`diffllama probe …`: one command for each probe, whose options are its settings."""
+"""`diffllama probe …`: one command for each probe. A command's options are the probe's settings."""
 
 import dataclasses
 import inspect
@@ -23,29 +23,29 @@ from diffllama.evaluation.settings import PROBES, Device, Settings
 
 @dataclass(kw_only=True)
 class ModelOptions:
-    """Of the probes that load models: which ones, and how."""
+    """Options of the probes that load models."""
 
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder, or repository owner/name.")] = None
     compare: Annotated[
         tuple[str, str] | None, typer.Option(metavar="A B", help="Measure two models on the same samples.")
     ] = None
-    dtype: Annotated[DType, typer.Option(help="Of the computation; auto is the checkpoint's.")] = "auto"
+    dtype: Annotated[DType, typer.Option(help="Dtype of the computation; auto is the checkpoint's.")] = "auto"
     device: Device = None
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repository.")] = None
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code of the model's folder; ours needs none.")
+        bool, typer.Option("--trust-remote-code", help="Run code in the model's folder; differential Llamas need none.")
     ] = False
 
 
 @dataclass(kw_only=True)
 class DataOptions:
-    """Of the probes that read data."""
+    """Options of the probes that read data."""
 
     data: Annotated[
         Path | None,
         typer.Option(
             envvar="DIFFLLAMA_DATA",
-            help="File or folder with its data, or a folder of such folders; a built-in sample by default.",
+            help="File or folder with the probe's data, or parent of such folders; by default a built-in sample.",
         ),
     ] = None
 
@@ -54,18 +54,18 @@ Output = Annotated[Path, typer.Option(help="Folder for results.json, figure.png 
 
 
 def rounded(number: float) -> str:
-    """A number as tables show it."""
+    """Format a number for a table."""
     return f"{number:.4g}" if abs(number) < 1e3 else f"{number:,.0f}"
 
 
 def shown(value: dict[str, float]) -> str:
-    """A mean with its interval, if it has one."""
+    """Format a mean, with its interval if it has one."""
     text = rounded(value["mean"])
     return f"{text} [{rounded(value['low'])}, {rounded(value['high'])}]" if "low" in value else text
 
 
 def tables(report: Any) -> Iterator[Table]:
-    """A table for each set of condition fields, with the condition, each model's metrics and their difference."""
+    """Make one table per set of condition fields, with conditions, each model's metrics and their difference."""
     kinds: dict[tuple[str, ...], list[Any]] = {}
     for row in report.rows:
         kinds.setdefault(tuple(row["condition"]), []).append(row)
@@ -84,13 +84,13 @@ def tables(report: Any) -> Iterator[Table]:
 
 
 def short(names: list[str]) -> list[str]:
-    """The last parts of paths, if they are distinct; otherwise the paths."""
+    """Return the last parts of paths if they are distinct, otherwise the paths."""
     last = [Path(name).absolute().name for name in names]
     return last if len(set(last)) == len(names) else names
 
 
 def parameters(kind: type[Any]) -> list[inspect.Parameter]:
-    """The fields of a dataclass as parameters of a function."""
+    """Return the fields of a dataclass as parameters of a function."""
     hints = get_type_hints(kind, include_extras=True)
     return [
         inspect.Parameter(
@@ -104,7 +104,7 @@ def parameters(kind: type[Any]) -> list[inspect.Parameter]:
 
 
 def command(kind: type[Settings]) -> Callable[..., None]:
-    """The function behind a probe's command, whose signature has the probe's settings."""
+    """Return the function behind a probe's command; its signature has the probe's settings."""
 
     def measure(*, output: Path, data: Path | None = None, **options: Any) -> None:
         err = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -115,14 +115,14 @@ def command(kind: type[Settings]) -> Callable[..., None]:
         names = [name.rstrip("/") or name for name in compare or (model,) if name is not None]
         if kind.loads_models:
             if (model is None) == (compare is None):
-                raise typer.BadParameter("Name one model, or two with --compare A B.")
+                raise typer.BadParameter("Name either one MODEL or two models with --compare A B.")
             if len({Path(name).resolve() for name in names}) < len(names):
-                raise typer.BadParameter(f"Name two models with --compare, not {names[0]} twice.")
+                raise typer.BadParameter(f"--compare needs two different models, got {names[0]} twice.")
         for option, value in options.items():
             numbers = value if isinstance(value, list) else [value]
             if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
                 raise typer.BadParameter(f"--{option.replace('_', '-')} must be a finite number.")
-        with needs("eval"):  # from here on it takes seconds to import
+        with needs("eval"):  # these imports take seconds
             from transformers.utils import logging
 
             from diffllama.evaluation.models import model_spec
@@ -150,10 +150,10 @@ def command(kind: type[Settings]) -> Callable[..., None]:
             try:
                 report = run(probe, specs, output=output, data=data, progress=progress, note=show_note)
             except KeyboardInterrupt:
-                err.print("Interrupted. Repeated, the command goes on from here.")
+                err.print("Interrupted. Run the command again to continue.")
                 raise
         if (report.record["data"] or {}).get("path", "").startswith("built-in"):
-            err.print("These are the built-in sample's numbers, which say little: name real data with --data.")
+            err.print("These numbers are of the small built-in sample. Name real data with --data.")
         out = Console(highlight=False, markup=False)
         wide = out.options.update(max_width=1000)
         for table in tables(report):

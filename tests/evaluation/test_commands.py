@@ -52,7 +52,7 @@ def test_help_and_refusals_import_no_heavy_library() -> None:
         "probe --help": (0, [f" {name} " for name in PROBES]),
         "probe needles --help": (0, ["--samples"]),
         "probe icl-order --help": (0, ["trec-fine"]),
-        "probe context": (2, ["Name one model"]),
+        "probe context": (2, ["Name either one MODEL"]),
         "probe logit-bits m --task nonesuch": (2, ["nonesuch"]),
         "probe attention m --depth nan": (2, ["--depth"]),
         "probe gradients --learning-rate inf": (2, ["--learning-rate must be a finite number"]),
@@ -93,9 +93,9 @@ def test_every_probe_has_its_class_and_says_where_the_paper_has_it(name: str) ->
     ("arguments", "message"),
     [
         (["nonesuch"], "nonesuch"),
-        (["context"], "Name one model, or two with --compare A B"),
-        (["context", "a", "--compare", "a", "b"], "Name one model, or two with --compare A B"),
-        (["context", "--compare", "a", "a/"], "Name two models with --compare, not a twice"),
+        (["context"], "Name either one MODEL or two models with --compare A B"),
+        (["context", "a", "--compare", "a", "b"], "Name either one MODEL or two models with --compare A B"),
+        (["context", "--compare", "a", "a/"], "--compare needs two different models, got a twice"),
         (["context", "a", "b"], "b"),
         (["context", "a", "--length", "1"], "--length"),
         (["context", "a", "--dtype", "int8"], "bfloat16"),
@@ -213,7 +213,7 @@ def test_interrupted_command_keeps_samples_and_continues(
     assert len((tmp_path / "out" / "samples-1.jsonl").read_text().splitlines()) == 2
     status, _, err = call(capsys, *arguments)
     assert status == 0
-    assert "These are the built-in sample's numbers" in err
+    assert "These numbers are of the small built-in sample" in err
 
 
 def test_data_is_found_by_environment_variable(
