@@ -2,6 +2,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation: tasks for the lm-eval harness, and the paper's experiments as commands.
 
-What is here needs `pip install '.[eval]'`. `diffllama.evaluation.runs.run` does from Python what `diffllama
-probe` does from the command line.
+Needs `pip install '.[eval]'`. `diffllama.evaluation.runs.run` is the Python equivalent of `diffllama probe`.
 """

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A language model that judges texts, behind an OpenAI-compatible endpoint, and how far several judges agree."""
+"""A judge model behind an OpenAI-compatible endpoint, and the agreement of several judges."""
 
 import os
 import re
@@ -14,10 +14,10 @@ from openai import APIConnectionError, APIStatusError, Omit, OpenAI
 
 
 KEY = "OPENAI_API_KEY"
-"""The environment variable with the endpoint's key."""
+"""The environment variable with the endpoint's API key."""
 
 RETRIES = 4
-"""How often the client repeats a request that an endpoint rejects as busy (429), fails (5xx) or does not answer."""
+"""Maximum number of retries where the endpoint is busy (429), fails (5xx) or does not answer."""
 
 CONCLUSION = r'conclusion["*_ ]*[:=\n–—-]'
 """Introduces a verdict."""
@@ -30,17 +30,20 @@ VERDICT = (
 """A verdict with the words that may precede it and the end of its clause: not "true or false", not "true in part"."""
 
 Verdict = bool | None
-"""Whether a judge finds a text accurate; `None` if its reply has no readable verdict."""
+"""Whether a judge finds a text accurate. `None` if its reply has no readable verdict."""
 
 
 @dataclass(frozen=True)
 class Judge:
-    """A chat model, by its endpoint's address, without `/chat/completions`, and its name there.
+    """A chat model that judges texts.
 
-    `timeout` is in seconds, of each reply.
+    Args:
+        url: base URL of its endpoint, without `/chat/completions`.
+        model: its name at the endpoint.
+        timeout: of each reply, in seconds.
 
     Raises:
-        ValueError: `url` is not an address of HTTP, or has a password or a query, which results would show.
+        ValueError: `url` is not an HTTP address, or it has a password or a query, which the results would reveal.
     """
 
     url: str
@@ -51,7 +54,7 @@ class Judge:
         try:
             parts = urlsplit(self.url)
             address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # brackets or a port that are none
+        except ValueError:  # malformed brackets or port
             address = False
         if not address or "@" in parts.netloc or parts.query:
             raise ValueError(
@@ -61,12 +64,12 @@ class Judge:
 
     @cached_property
     def client(self) -> OpenAI:
-        """The client of the endpoint."""
-        key = os.environ.get(KEY) or "none"  # the client insists on one
+        """Return the client of the endpoint."""
+        key = os.environ.get(KEY) or "none"  # the client requires a key
         return OpenAI(base_url=self.url, api_key=key, timeout=self.timeout, max_retries=RETRIES)
 
     def ask(self, message: str) -> str:
-        """The reply to a user's message, at temperature 0.
+        """Return the reply to a user message, at temperature 0.
 
         Raises:
             ConnectionError: the endpoint rejects the request, or does not answer it after all retries.
@@ -82,32 +85,35 @@ class Judge:
         except APIConnectionError as error:
             raise ConnectionError(f"The judge at {self.url} does not answer: {error}") from error
         except APIStatusError as error:
-            hint = f" (its key is read from the environment variable {KEY})" if error.status_code == 401 else ""
+            hint = f" (set its key in the environment variable {KEY})" if error.status_code == 401 else ""
             reason = f"{error.status_code} {error.response.reason_phrase}, {error.response.text[:500]}"
-            raise ConnectionError(f"The judge at {self.url} refuses: {reason}{hint}") from error
+            raise ConnectionError(f"The judge at {self.url} rejected the request: {reason}{hint}") from error
         try:
             return response.parse().choices[0].message.content or ""
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise ValueError(f"The judge at {self.url} sent no chat completion: {response.text[:500]!r}") from error
+            raise ValueError(
+                f"The judge at {self.url} must send a chat completion, got {response.text[:500]!r}."
+            ) from error
 
 
 def verdict(reply: str) -> Verdict:
-    """The verdict after the last "Conclusion:" of a reply, as a word or as "the response is false"."""
+    """Read the verdict after the last "Conclusion:" of a reply: one word, or such as "the response is false"."""
     _, *conclusions = re.split(CONCLUSION, reply, flags=re.IGNORECASE)
     match = re.match(VERDICT, conclusions[-1], re.IGNORECASE) if conclusions else None
     return match[1].lower() == "true" if match else None
 
 
 def agreement(verdicts: Sequence[Verdict]) -> float:
-    """The share of pairs of judges, of two or more, whose verdicts on one text are the same."""
+    """Compute the fraction of pairs of judges whose verdicts on one text are equal. Takes two or more verdicts."""
     count = len(verdicts)
     return sum(same * (same - 1) for same in Counter(verdicts).values()) / (count * (count - 1))
 
 
 def fleiss_kappa(texts: Sequence[Sequence[Verdict]]) -> float | None:
-    """Fleiss' κ of the verdicts of as many judges on each text: 1 if they agree, 0 if no more than by chance.
+    """Compute Fleiss' κ of the judges' verdicts on each text: 1 for full agreement, 0 for agreement by chance.
 
-    `None` if all verdicts are the same, or there are none: chance alone makes judges agree then.
+    Every text must have the same number of verdicts. `None` if all verdicts are equal or there are none: κ is then
+    undefined.
     """
     counts = Counter(vote for verdicts in texts for vote in verdicts)
     chance = sum((count / counts.total()) ** 2 for count in counts.values())

@@ -14,36 +14,44 @@ from diffllama.evaluation.models import LoadedModel
 
 
 CHUNK = 1024
-"""Tokens of a long text per forward pass, so that logits are never [n, vocabulary]."""
+"""Tokens of a long text per forward pass, so that logits are at most [CHUNK, vocabulary]."""
 
 K = TypeVar("K")
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
-    """An empty cache for the model.
+    """Make an empty KV cache for the model.
 
     Raises:
-        ValueError: the model keeps a recurrent state, which the cache does not carry from chunk to chunk.
+        ValueError: the model is recurrent; a KV cache does not carry its state from chunk to chunk.
     """
     if model._is_stateful:
         kind = model.config.model_type
-        raise ValueError(f"A `{kind}` keeps a recurrent state, which this probe cannot carry from chunk to chunk.")
+        raise ValueError(f"The model type `{kind}` has a recurrent state, which this probe does not support.")
     return DynamicCache(config=model.config)
 
 
 def gather_log_probs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of tokens: logits [b, n, vocabulary] and ids [b, n] -> [b, n], in float32."""
+    """Compute the log-probabilities of tokens: logits [b, n, vocabulary] and ids [b, n] -> [b, n], in float32."""
     return -torch.nn.functional.cross_entropy(logits.transpose(1, 2).float(), ids, reduction="none")
 
 
 @torch.inference_mode()
 def token_log_probs(model: PreTrainedModel, ids: torch.Tensor, chunk: int = CHUNK) -> torch.Tensor:
-    """Log-probability of every token but the first, given all before it: ids [1, n] -> [n - 1], float32, on the CPU.
+    """Compute the log-probability of every token but the first, given all before it.
 
-    The cache of all tokens must fit into memory; `chunk` tokens are computed at once.
+    The KV cache of all tokens must fit into memory.
+
+    Args:
+        model: a causal language model.
+        ids: token ids [1, n].
+        chunk: tokens per forward pass.
+
+    Returns:
+        [n - 1] in float32 on the CPU.
 
     Raises:
-        ValueError: the model keeps a recurrent state.
+        ValueError: the model is recurrent.
     """
     cache = new_cache(model)
     parts = []
@@ -55,20 +63,25 @@ def token_log_probs(model: PreTrainedModel, ids: torch.Tensor, chunk: int = CHUN
 
 
 def likeliest(scores: Sequence[float] | np.ndarray, dtype: str, option: str = "--dtype") -> int:
-    """Index of the highest score; of equal scores, the first.
+    """Return the index of the highest score; of equal scores, the first.
 
     Raises:
         ValueError: a score is NaN. The message names the model's `dtype` and the `option` that changes it.
     """
     if np.isnan(scores).any():
-        raise ValueError(f"The model's scores are not numbers (NaN) in {dtype}. Try another {option}.")
+        raise ValueError(f"The model's scores are NaN in {dtype}. Try another {option}.")
     return int(np.argmax(scores))
 
 
 def batches(lengths: Mapping[K, int], batch_tokens: int) -> Iterator[list[K]]:
-    """Batches of sequences of equal length, longest first, of at most `batch_tokens` tokens or one sequence.
+    """Group sequences of equal length into batches, longest first.
 
-    Equal lengths need no padding, so no result depends on the other sequences of a batch. `lengths` are by any key.
+    A batch has at most `batch_tokens` tokens, or one sequence. Without padding, no result depends on the other
+    sequences of a batch.
+
+    Args:
+        lengths: number of tokens of each sequence, by any key.
+        batch_tokens: maximum number of tokens in a batch.
     """
     by_length: dict[int, list[K]] = {}
     for key, length in lengths.items():
@@ -82,16 +95,24 @@ def batches(lengths: Mapping[K, int], batch_tokens: int) -> Iterator[list[K]]:
 def continuation_log_probs(
     loaded: LoadedModel, pairs: Mapping[K, tuple[str, str]], batch_tokens: int = 4096
 ) -> Iterator[tuple[K, float]]:
-    """Log-likelihoods of continuations, given their contexts (pairs by any key): key, and sum over the tokens.
+    """Compute the log-likelihoods of continuations given their contexts.
 
-    Trailing space of a context counts as part of its continuation.
+    Trailing whitespace of a context counts as part of its continuation.
+
+    Args:
+        loaded: the model and its tokenizer.
+        pairs: context and continuation, by any key.
+        batch_tokens: maximum number of tokens in a batch.
+
+    Yields:
+        Key, and the sum of the log-probabilities of the continuation's tokens.
     """
     rows: dict[K, list[int]] = {}
     starts: dict[K, int] = {}
     for key, (context, continuation) in pairs.items():
         before = loaded.prefix + loaded.encode(context.rstrip())
         rows[key] = loaded.prefix + loaded.encode(context + continuation)
-        starts[key] = max(1, min(len(before), len(rows[key]) - 1))  # a model says nothing about its first token
+        starts[key] = max(1, min(len(before), len(rows[key]) - 1))  # a model does not predict the first token
     for keys in batches({key: len(row) for key, row in rows.items()}, batch_tokens):
         ids = torch.tensor([rows[key] for key in keys], device=loaded.model.device)
         first = min(starts[key] for key in keys)
@@ -108,9 +129,17 @@ def completions(
     batch_tokens: int = 4096,
     stop: Sequence[str] = (),
 ) -> Iterator[tuple[K, str]]:
-    """Greedy completions of prompts (token ids by any key), batch by batch: key, and text without special tokens.
+    """Generate greedy completions of prompts, batch by batch.
 
-    A batch has at most `batch_tokens` tokens of prompts. A completion ends before the first string of `stop` in it.
+    Args:
+        loaded: the model and its tokenizer.
+        prompts: token ids, by any key.
+        max_new_tokens: maximum number of tokens in a completion.
+        batch_tokens: maximum number of prompt tokens in a batch.
+        stop: strings before the first of which a completion ends.
+
+    Yields:
+        Key, and the completion's text without special tokens.
     """
     tokenizer = loaded.tokenizer
     pad = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
@@ -128,7 +157,7 @@ def completions(
             max_new_tokens=max_new_tokens,
             do_sample=False,
             num_beams=1,
-            repetition_penalty=1.0,  # a checkpoint's own settings may punish the repetition that a probe asks for
+            repetition_penalty=1.0,  # a checkpoint's own settings may penalise the repetition that a probe asks for
             no_repeat_ngram_size=0,
             pad_token_id=pad,
             stopping_criteria=[ended] if stop else None,

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Models to measure: any causal language model of transformers, differential or not, with its tokenizer."""
+"""Load models to measure: any causal language model of transformers, differential or not, with its tokenizer."""
 
 import hashlib
 from collections.abc import Callable
@@ -20,7 +20,7 @@ OWN_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
 
 
 def digest(path: Path, patterns: tuple[str, ...] = ("**/*",)) -> str:
-    """SHA-256 of a file, or of the names and bytes of a folder's visible files that match, as hexadecimal digits."""
+    """Compute the hexadecimal SHA-256 of a file, or of a folder's matching visible files (names and bytes)."""
     total = hashlib.sha256()
     if path.is_file():
         with path.open("rb") as stream:
@@ -35,16 +35,16 @@ def digest(path: Path, patterns: tuple[str, ...] = ("**/*",)) -> str:
 
 
 def available_device(name: str | None) -> torch.device:
-    """The named device; by default the first GPU, or the CPU.
+    """Return the named device; by default the first GPU, or the CPU.
 
     Raises:
-        ValueError: torch cannot compute on it here.
+        ValueError: torch cannot compute on the device.
     """
     try:
         place = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=place).item()
-    except (RuntimeError, AssertionError) as error:  # NotImplementedError, of the device `meta`, is one of the former
-        raise ValueError(f"--device: there is no {name} here that computes. Name another, such as cpu.") from error
+    except (RuntimeError, AssertionError) as error:  # device `meta` raises NotImplementedError, a RuntimeError
+        raise ValueError(f"--device: torch cannot compute on {name!r} here. Name another, such as cpu.") from error
     return place
 
 
@@ -57,28 +57,31 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text` alone, without special tokens."""
+        """Return the token ids of `text`, without special tokens."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     @property
     def prefix(self) -> list[int]:
-        """Token ids that the tokenizer puts before every text: usually the id of the BOS token, or none.
+        """Return the token ids that the tokenizer puts before every text: usually the BOS token, or none.
 
         Raises:
-            ValueError: the tokenizer has no tokens for `a`, or other ones where it adds special tokens.
+            ValueError: the tokenizer has no tokens for `a`, or encodes it differently with special tokens.
         """
         whole, text = self.tokenizer("a").input_ids, self.encode("a")
         prefixes = (whole[:at] for at in range(len(whole)) if text and whole[at : at + len(text)] == text)
         prefix = next(prefixes, None)
         if prefix is None:
-            raise ValueError(f"The tokenizer of {self.name} makes {text} of `a`, but {whole} with special tokens.")
+            raise ValueError(
+                f"The tokenizer of {self.name} must encode `a` alike with and without special tokens, got {whole} "
+                f"and {text}."
+            )
         return prefix
 
     def chat(self, message: str) -> list[int]:
-        """Token ids of a user's message and the start of the assistant's turn, in the tokenizer's chat template.
+        """Return the token ids of a user message and the start of the assistant's turn, in the chat template.
 
         Raises:
-            ValueError: it has none.
+            ValueError: the tokenizer has no chat template.
         """
         if not self.tokenizer.chat_template:
             raise ValueError(f"The tokenizer of {self.name} has no chat template. Leave --chat out.")
@@ -86,11 +89,11 @@ class LoadedModel:
         return self.encode(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
     def tensor(self, ids: list[int]) -> torch.Tensor:
-        """Token ids as [1, n] on the model's device."""
+        """Return token ids as a tensor [1, n] on the model's device."""
         return torch.tensor([ids], device=self.model.device)
 
     def facts(self) -> dict[str, Any]:
-        """What a report says of it."""
+        """Return the model's properties for the report."""
         config = self.model.config
         return {
             "model_type": config.model_type,
@@ -105,7 +108,7 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model of a run, loaded only when its turn comes: its name, what identifies it, and how to load it."""
+    """A model that a run loads when it measures it: its name, the facts that identify it, and how to load it."""
 
     name: str
     facts: dict[str, Any]
@@ -120,25 +123,25 @@ def model_spec(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> ModelSpec:
-    """A model and its tokenizer, downloaded now if necessary, to be loaded later, with weights in safetensors.
+    """Find a model and its tokenizer, downloading them if necessary, to be loaded later from safetensors.
 
-    Its facts are its name, the commit of a repository, the SHA-256 of its files, and how it is loaded.
+    The facts are the name, the repository's commit, the SHA-256 of the files, and the options of loading.
 
     Args:
         name: folder, or repository `owner/name` of the Hub.
-        dtype: of the weights and the computation; `auto` is the checkpoint's.
-        device: torch's name for it; by default the first GPU, or the CPU.
+        dtype: dtype of weights and computation; `auto` is the checkpoint's.
+        device: torch's name of the device; by default the first GPU, or the CPU.
         revision: branch, tag or commit of a repository.
         trust_remote_code: whether code in the folder may run; a differential Llama needs none.
 
     Raises:
-        FileNotFoundError: there is no such folder with a configuration, and no such repository.
-        ValueError: a revision of a folder, or torch cannot compute on the device. When loading: the model cannot be
-            loaded, weights are missing, or the tokenizer is another model's.
+        FileNotFoundError: there is neither a folder with a config.json nor a repository of this name.
+        ValueError: `revision` is given for a folder, or torch cannot compute on the device. The returned `load` raises
+            it if the model cannot be loaded, weights are missing, or the tokenizer has more tokens than the model.
     """
     folder = locate(name, revision, OWN_FILES)
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{name or 'An empty name'} is not a folder with a config.json. Name a model's folder.")
+        raise FileNotFoundError(f"{name or 'An empty name'} is not a folder with a config.json. Name a model folder.")
     place = available_device(device)
     commit = {"commit": folder.name} if folder.parent.name == "snapshots" else {}
     options = {"trust_remote_code": trust_remote_code}
@@ -151,12 +154,15 @@ def model_spec(
                 folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
             )
         except Exception as error:  # whatever a library raises on a broken folder
-            raise ValueError(f"{name} cannot be loaded, with weights in safetensors: {error}") from error
+            raise ValueError(f"{name} cannot be loaded from safetensors: {error}") from error
         if missing := sorted(map(str, {*loading_info["missing_keys"], *loading_info["mismatched_keys"]})):
             raise ValueError(f"{name} lacks {len(missing)} of its model's weights: {', '.join(missing[:3])}, …")
         embeddings = model.get_input_embeddings().num_embeddings
         if len(tokenizer) > embeddings:
-            raise ValueError(f"{name} has {embeddings:,} embeddings for a tokenizer of {len(tokenizer):,} tokens.")
+            raise ValueError(
+                f"{name}: the tokenizer must have at most {embeddings:,} tokens, the embeddings of the model, got "
+                f"{len(tokenizer):,}."
+            )
         return LoadedModel(name=name, model=model.to(place).eval(), tokenizer=tokenizer)
 
     return ModelSpec(name, facts | options, load)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a probe: measure its samples, store each so that an interrupted run can continue, and write the report.
 
-A probe defines its samples, measures them and draws its figure. Everything else is here: the sample store, averages,
+A probe defines its samples, measures them and draws its figure. This module does the rest: the sample store, averages,
 bootstrap intervals, the comparison of two models, the JSON report and the figure's file.
 """
 
@@ -37,18 +37,17 @@ RESAMPLES = 1000
 """Bootstrap resamples of each interval."""
 
 FEWEST = 6
-"""Averages of fewer samples have no interval. A percentile interval never reaches beyond the smallest and the largest
-sample, and these enclose the centre of a symmetric distribution with a probability of 1 - 2 · 0.5ⁿ: below `CONFIDENCE`
-if n < 6."""
+"""Averages of fewer samples have no interval. A percentile interval never exceeds the range of its n samples, which
+contains the centre of a symmetric distribution with probability 1 - 2 · 0.5ⁿ: less than `CONFIDENCE` if n < 6."""
 
 CONFIDENCE = 0.95
 
 Condition = dict[str, Any]
-"""What a number refers to, such as {"length": 4096, "depth": 0.5}."""
+"""The condition of a measurement, such as {"length": 4096, "depth": 0.5}."""
 
 Row = dict[str, Any]
-"""The numbers of a condition: `condition`, `samples` (how many), `models` (for each, metric -> `mean` and, of enough
-samples, `low` and `high`) and, of two models, `difference` (second minus first, likewise)."""
+"""The numbers of a condition: `condition`; `samples`, how many; `models`, for each model metric -> `mean` and, with
+enough samples, `low` and `high`; and for two models `difference`, second minus first, likewise."""
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -56,9 +55,9 @@ T = TypeVar("T")
 
 @dataclass
 class Measurement:
-    """The numbers of one sample under one condition, by metric: the same metrics in every sample of a condition.
+    """The values of one sample under one condition, by metric. Every sample of a condition has the same metrics.
 
-    The weight is that of the sample in the condition's average, such as the number of its tokens.
+    `weight` is the sample's weight in the condition's average, such as its number of tokens.
     """
 
     condition: Condition
@@ -79,18 +78,18 @@ class Outcome:
 
     @classmethod
     def parse(cls, line: str) -> "Outcome":
-        """Parse what `line` returned."""
+        """Read an outcome from its `line`."""
         entry = json.loads(line)
         return cls(entry["sample"], [Measurement(**item) for item in entry["measurements"]], entry["detail"])
 
     @property
     def line(self) -> str:
-        """As one line of JSON."""
+        """Return the outcome as one line of JSON."""
         return dumps(dataclasses.asdict(self))
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """Serialise as JSON. NaN and infinities, which JSON lacks, become strings that `float` reads: nan, inf, -inf."""
+    """Serialise as JSON. NaN and infinities, which JSON lacks, become strings that `float` can read: nan, inf, -inf."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
@@ -106,39 +105,39 @@ class Probe(Settings, ABC, Generic[S]):
     """One of the paper's experiments, with its settings. If it `loads_models`, the user names the models."""
 
     intervals: ClassVar[bool] = True
-    """Whether its numbers are averages over samples, for which bootstrap intervals make sense."""
+    """Whether the results are averages over samples, so that bootstrap intervals apply."""
 
     @property
     def dataset(self) -> str:
-        """The name of its data, as in `find`."""
+        """Name of the data in `find`."""
         raise NotImplementedError
 
     def specs(self) -> list[ModelSpec]:
-        """The models to measure, of a probe that makes them itself."""
+        """Return the models to measure. Only for a probe that builds them itself."""
         raise NotImplementedError
 
     @abstractmethod
     def samples(self, source: Any, loaded: Any) -> Mapping[str, S]:
-        """Its samples by name; the same ones for the same settings, data and tokenizer.
+        """Return the samples by name. They depend only on the settings, the data and the tokenizer.
 
         Args:
-            source: the data, a `Source`; `None` of a probe that reads no data.
+            source: the data, a `Source`; `None` if the probe reads no data.
             loaded: a `LoadedModel`, or what the probe's own `specs` load.
         """
 
     def drawn(self, items: Iterable[T], count: int | None, name: str) -> list[T]:
-        """So many items, or all there are, in an order of their own for each seed and name."""
+        """Draw at most `count` items, all if `None`, in an order that depends on the seed and `name`."""
         everything = list(items)
         return random.Random(f"{self.seed}:{name}").sample(everything, min(count or len(everything), len(everything)))
 
     def tokens_at_once(self, loaded: LoadedModel, samples: Mapping[str, S]) -> int:
-        """How many tokens its longest sample has, with what is generated; by default the setting `length`."""
+        """Return the tokens of the longest sample, including generated ones; by default the setting `length`."""
         length: int | list[int] = getattr(self, "length", 0)
         return max(length) if isinstance(length, list) else length
 
     @abstractmethod
     def measure(self, loaded: Any, samples: Mapping[str, S]) -> Iterator[Outcome]:
-        """Measure samples, in any order."""
+        """Measure samples and yield their outcomes, in any order."""
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
         """Compute the report's rows from the outcome of each sample and model."""
@@ -159,26 +158,27 @@ class Report:
     record: dict[str, Any]
 
     def points(self, metric: str, rows: Iterable[Row] | None = None) -> dict[str, list[Any]]:
-        """Values of a metric by model name, in `rows` or in all rows."""
+        """Return the values of a metric by model name, in `rows` or in all rows."""
         chosen = self.rows if rows is None else list(rows)
         return {name: [row["models"][index][metric] for row in chosen] for index, name in enumerate(self.names)}
 
     def select(self, **condition: Any) -> list[Row]:
-        """Rows whose conditions have these values."""
+        """Return the rows whose conditions have these values."""
         return [
             row for row in self.rows if all(row["condition"].get(name) == value for name, value in condition.items())
         ]
 
 
 def weighted_means(values: np.ndarray, weights: np.ndarray, axis: int) -> np.ndarray:
-    """Weighted means of each metric for each model and, of two models, their difference.
+    """Compute the weighted means of each metric for each model and, for two models, their difference.
 
     Args:
-        values: [metrics, models, …, samples]. weights: of the samples, likewise.
-        axis: of the samples.
+        values: [metrics, models, …, samples].
+        weights: of the samples, in the same shape.
+        axis: the samples' axis.
 
     Returns:
-        [metrics, models or 3, …]: of one model its means, of two A, B and B - A.
+        [metrics, models or 3, …]: for one model its means, for two models those of A, B and B - A.
     """
     means = (values * weights).sum(axis) / weights.sum(axis)
     return np.concatenate((means, means[:, 1:] - means[:, :1]), axis=1)
@@ -186,9 +186,14 @@ def weighted_means(values: np.ndarray, weights: np.ndarray, axis: int) -> np.nda
 
 @np.errstate(invalid="ignore")  # an infinite loss has no interval: NaN, not a warning
 def average(measured: Sequence[Mapping[str, Outcome]], *, seed: int, intervals: bool) -> list[Row]:
-    """Average over samples for each condition, with bootstrap intervals; of two models, also their paired difference.
+    """Average over samples for each condition, with bootstrap intervals; for two models, also the paired difference.
 
-    A sample is counted in a condition if every model has it there. Fewer than `FEWEST` have no interval.
+    An average includes the samples that every model has in the condition. Fewer than `FEWEST` have no interval.
+
+    Args:
+        measured: each model's outcomes by sample.
+        seed: of the bootstrap resamples.
+        intervals: whether to compute intervals.
     """
     by_condition: dict[str, list[dict[str, Measurement]]] = {}
     for index, outcomes in enumerate(measured):
@@ -212,7 +217,7 @@ def average(measured: Sequence[Mapping[str, Outcome]], *, seed: int, intervals: 
                 (values, weights),
                 weighted_means,
                 n_resamples=RESAMPLES,
-                batch=100,  # computed together, which bounds memory
+                batch=100,  # bounds memory
                 paired=True,  # the same resamples for every model and metric
                 axis=-1,
                 confidence_level=CONFIDENCE,
@@ -237,10 +242,14 @@ def average(measured: Sequence[Mapping[str, Outcome]], *, seed: int, intervals: 
 def averages_over(
     name: str, outcomes: Mapping[str, Outcome], unit: Callable[[str, Outcome], str]
 ) -> dict[str, Outcome]:
-    """Outcomes of units, such as questions, that were measured at every value of one field of their conditions.
+    """Average the outcomes of each unit, such as a question, over one field of their conditions.
 
-    Each outcome of a model has one measurement, of the `unit` that its name and itself tell. The averages' conditions
-    lack the field `name`, and are of different units where the rest of the conditions differs.
+    Outcomes of one unit are averaged only where the other fields of their conditions are equal.
+
+    Args:
+        name: the field to average over; the averages' conditions lack it.
+        outcomes: a model's outcomes by sample, with one measurement each.
+        unit: returns the unit of a sample from its name and outcome.
     """
     by_unit: dict[str, tuple[Condition, list[Mapping[str, float]]]] = {}
     for sample, outcome in outcomes.items():
@@ -255,7 +264,7 @@ def averages_over(
 
 
 def computed_by() -> dict[str, str]:
-    """What the numbers depend on besides settings, data and model: a hash of the code, and versions of libraries."""
+    """Return what the results depend on besides settings, data and model: a hash of the code and library versions."""
     code = hashlib.sha256()
     for module in (evaluation, modeling_diff):
         (folder,) = module.__path__
@@ -264,7 +273,7 @@ def computed_by() -> dict[str, str]:
 
 
 RECORDED = ("versions", "paper", "data.path", "model.name", "model.commit")
-"""Fields that may differ in a run that goes on: the same bytes by another name, another commit of the same code."""
+"""Fields that may differ when a run is resumed: equal data or code may have another name or commit."""
 
 
 class SampleStore:
@@ -273,7 +282,7 @@ class SampleStore:
     The file is created if it does not exist or has no samples. A truncated last line is dropped.
 
     Raises:
-        ValueError: the file holds another run's samples, or something else.
+        ValueError: the file holds another run's samples, or is not a sample file.
     """
 
     def __init__(self, file: Path, header: dict[str, Any]) -> None:
@@ -289,25 +298,25 @@ class SampleStore:
                 outcome = Outcome.parse(text)
                 self.outcomes[outcome.sample] = outcome
         except (ValueError, TypeError, LookupError) as error:
-            raise ValueError(f"{file} has something else than samples: {error}. {advice}") from error
+            raise ValueError(f"{file} is not a file of samples: {error}. {advice}") from error
         expected = json.loads(dumps(header))
         differs = [name for name in differences(recorded, expected) if not name.startswith(RECORDED)]
         if self.outcomes and differs:
-            raise ValueError(f"{file} has samples of a run that differs in {', '.join(differs)}. {advice}")
+            raise ValueError(f"{file} has the samples of a run with a different {', '.join(differs)}. {advice}")
         if differs:
             replace_file(file, dumps(header) + "\n")
         elif complete != content:
             replace_file(file, complete)
 
     def add(self, outcome: Outcome) -> None:
-        """Store an outcome, as it will be read back: an interrupted run reports the same as an uninterrupted one."""
+        """Store an outcome and keep it as read back, so that resumed and uninterrupted runs report the same."""
         with self.file.open("a", encoding="utf-8") as stream:
             stream.write(outcome.line + "\n")
         self.outcomes[outcome.sample] = Outcome.parse(outcome.line)
 
 
 def differences(left: Any, right: Any, name: str = "") -> list[str]:
-    """Paths at which two JSON values differ, such as ["settings.length"]."""
+    """Return the paths at which two JSON values differ, such as ["settings.length"]."""
     if isinstance(left, dict) and isinstance(right, dict):
         fields = sorted(left.keys() | right.keys())
         return [at for field in fields for at in differences(left.get(field), right.get(field), f"{name}.{field}")]
@@ -315,7 +324,7 @@ def differences(left: Any, right: Any, name: str = "") -> list[str]:
 
 
 Progress = Callable[[str, int, int], None]
-"""Called with the model's name, the number of samples measured so far, and the number of all samples."""
+"""Called with the model's name, the number of samples measured so far, and the total number of samples."""
 
 
 def run(
@@ -331,28 +340,28 @@ def run(
 
     Args:
         probe: what to measure.
-        specs: one or two models, in turn.
-        output: the folder. Samples that an earlier part of the same run stored there are not measured again.
-        data: file or folder with the probe's data, or a folder in which it lies under the probe's name for it; the
-            built-in sample by default.
+        specs: one or two models, measured one after the other.
+        output: the folder. Samples that the same run stored there before it was interrupted are not measured again.
+        data: file or folder with the probe's data, or the parent of a folder named as the probe's `dataset`; by
+            default the built-in sample.
         progress: called after each sample.
-        note: called with each limitation of the numbers, such as texts longer than a model's context; they are in
-            the report, too.
+        note: called with each limitation of the results, such as texts longer than a model's context. The report
+            contains them, too.
 
     Raises:
         FileNotFoundError: `data` lacks the probe's data.
         NotADirectoryError: `output` is a file.
-        IsADirectoryError: a file to write is a folder.
-        ValueError: the data or a setting is not what the probe takes, the folder has another run's samples, or another
-            run is writing into it.
+        IsADirectoryError: results.json or figure.png is a folder.
+        ValueError: the data or a setting is invalid, the folder has another run's samples, or another run is writing
+            into it.
     """
     from matplotlib.figure import Figure  # needs the extra `eval`
 
     if output.exists() and not output.is_dir():
-        raise NotADirectoryError(f"{output} is no folder. Name one with --output.")
+        raise NotADirectoryError(f"{output} is not a folder. Name a folder with --output.")
     for name in ("results.json", "figure.png"):
         if (output / name).is_dir():
-            raise IsADirectoryError(f"{output / name} is a folder. Name another place with --output.")
+            raise IsADirectoryError(f"{output / name} must be a file, it is a folder. Name another with --output.")
     source = find(probe.dataset, data) if probe.takes_data else None
     notes: list[str] = []
 
@@ -379,10 +388,10 @@ def run(
             measured, facts = measure(probe, spec, store, source, progress, tell)
             outcomes.append(measured)
             record["models"].append(spec.facts | facts)
-            gc.collect()  # before the next model takes memory
+            gc.collect()  # frees this model before the next is loaded
         rows = probe.rows(outcomes)
         if probe.intervals and any(row["samples"] < FEWEST for row in rows):
-            tell(f"Averages of fewer than {FEWEST} samples have no interval.")
+            tell(f"Averages of fewer than {FEWEST} samples have no confidence interval.")
         report = Report([spec.name for spec in specs], rows, outcomes, record | {"rows": rows})
         replace_file(output / "results.json", dumps(report.record, indent=1) + "\n")
         figure, image = Figure(), io.BytesIO()
@@ -400,7 +409,7 @@ def measure(
     progress: Progress,
     tell: Callable[[str], None],
 ) -> tuple[dict[str, Outcome], dict[str, Any]]:
-    """Measure the samples that the store lacks: all outcomes, in the order of the samples, and facts of the model."""
+    """Measure the samples that the store lacks. Return all outcomes, in the order of the samples, and model facts."""
     loaded = spec.load()
     samples = probe.samples(source, loaded)
     facts = {}
@@ -409,8 +418,8 @@ def measure(
         tokens, positions = probe.tokens_at_once(loaded, samples), facts["positions"]
         if positions and tokens > positions:
             tell(
-                f"{tokens:,} tokens are more than the {positions:,} positions of {spec.name} "
-                "(`max_position_embeddings`), which it was not made for."
+                f"{tokens:,} tokens exceed the context of {spec.name}, {positions:,} tokens "
+                "(`max_position_embeddings`)."
             )
     missing = {name: sample for name, sample in samples.items() if name not in store.outcomes}
     progress(spec.name, len(samples) - len(missing), len(samples))

@@ -94,7 +94,7 @@ class ModelPairSettings(Settings):
 
 @dataclass(kw_only=True)
 class NeedlesSettings(Settings, command="needles", paper="section 3.4, table 2 and figure 5"):
-    """Multi-needle retrieval: accuracy of finding cities' magic numbers in long texts."""
+    """Multi-needle retrieval: find cities' magic numbers in long texts."""
 
     length: Annotated[list[int], typer.Option(min=1, help="Prompt length in tokens. May be repeated.")] = field(
         default_factory=lambda: [4096]
@@ -129,7 +129,7 @@ class ContextSettings(LongTextSettings, command="context", paper="section 3.3, f
 
 @dataclass(kw_only=True)
 class RecallSettings(LongTextSettings, command="recall", paper="section 3.8, table 6"):
-    """Loss of tokens that repeat an n-gram of the context (associative recall), and of all other tokens."""
+    """Associative recall: loss of tokens that repeat an n-gram, and of others."""
 
     n: Annotated[int, typer.Option("--n", min=2, help="Length of the n-grams in tokens: 2 is bigrams.")] = 2
     frequent: Annotated[
@@ -140,7 +140,7 @@ class RecallSettings(LongTextSettings, command="recall", paper="section 3.8, tab
 
 @dataclass(kw_only=True)
 class ManyShotSettings(InContextSettings, command="icl", paper="section 3.5, figure 6"):
-    """Many-shot classification: accuracy with one to thousands of examples in the context."""
+    """Many-shot classification: accuracy with one to thousands of examples."""
 
 
 @dataclass(kw_only=True)
@@ -171,7 +171,7 @@ class LogitBitsSettings(Settings, command="logit-bits", paper="section 3.7, figu
 
 @dataclass(kw_only=True)
 class HallucinationSettings(Settings, command="hallucination", paper="section 3.6, table 4"):
-    """Fraction of summaries and answers that a judge model finds free of hallucination."""
+    """Fraction of summaries or answers that a judge finds accurate."""
 
     task: Annotated[
         DocumentTask, typer.Option(help="Data set; the first three are for summaries, the others for answers.")
@@ -208,7 +208,7 @@ class MathSettings(Settings, command="math", paper="appendix C"):
 
 @dataclass(kw_only=True)
 class GradientsSettings(ModelPairSettings, command="gradients", paper="appendix G"):
-    """Gradient norms of each projection: a DIFF Transformer and its matched Transformer."""
+    """Gradient norms of a DIFF Transformer and its matched Transformer."""
 
     steps: Annotated[int, typer.Option(min=0, help="Number of training steps before the last measurement.")] = 100
     batch: Annotated[int, typer.Option(min=1, help="Batch size in sequences.")] = 8
@@ -220,7 +220,7 @@ class GradientsSettings(ModelPairSettings, command="gradients", paper="appendix 
 
 @dataclass(kw_only=True)
 class ThroughputSettings(ModelPairSettings, command="throughput", paper="appendix A, table 7"):
-    """Throughput, forward and backward: a DIFF Transformer and its matched Transformer."""
+    """Throughput of a DIFF Transformer and its matched Transformer."""
 
     takes_data: ClassVar[bool] = False
 
@@ -234,6 +234,6 @@ class ThroughputSettings(ModelPairSettings, command="throughput", paper="appendi
 
 @dataclass(kw_only=True)
 class ScalingSettings(Settings, command="scaling", paper="section 3.2, figure 3"):
-    """Scaling laws fitted to losses, and the size of a DIFF Transformer relative to a Transformer of equal loss."""
+    """Scaling laws fitted to losses, and relative model sizes of equal loss."""
 
     loads_models: ClassVar[bool] = False

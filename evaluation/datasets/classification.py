@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Classification by a language model: texts with their classes, and answers that can only be a class."""
+"""Data sets for classification, and decoding of a language model constrained to the names of the classes."""
 
 import copy
 import json
@@ -28,7 +28,7 @@ COARSE = {
     "LOC": "location",
     "NUM": "numeric",
 }
-"""TREC's coarse codes -> what a model reads."""
+"""TREC's coarse codes -> class names."""
 
 FINE = {
     "abb": "abbreviation",
@@ -51,51 +51,51 @@ FINE = {
     "veh": "vehicle",
     "volsize": "size",
 }
-"""TREC's fine codes that are no words -> what a model reads."""
+"""TREC's fine codes that are not words -> class names."""
 
 BATCH_TOKENS = 8192
-"""At most so many tokens are in the caches of the questions that are answered together (or one question's)."""
+"""Maximum number of tokens in the KV cache of a batch of questions, unless one question alone has more."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A text and its class, both on one line, with single spaces."""
+    """A text and its class, both without line breaks or repeated spaces."""
 
     text: str
     label: str
 
 
 Rows = Iterator[tuple[str, str, str]]
-"""Texts, classes, and where they are from."""
+"""Texts, classes, and their places in a file."""
 
 
 def read_trec(file: Path, part: str, fine: bool) -> Rows:
-    """TREC's questions: lines `COARSE:fine question` in Latin-1.
+    """Read TREC's questions: lines `COARSE:fine question` in Latin-1.
 
-    Classes are the coarse ones, such as `location`, or the fine ones after them, such as `location city`.
+    Classes are coarse, such as `location`, or with `fine` coarse and fine, such as `location city`.
     """
-    mark = "\ufeff".encode().decode("latin-1")  # with which some editors begin a file of UTF-8
+    mark = "\ufeff".encode().decode("latin-1")  # byte order mark of UTF-8, which some editors add
     for number, line in enumerate(read_text(file, "latin-1").removeprefix(mark).split("\n"), 1):
         if not line.strip():
             continue
         match = re.match(r"(\w+):(\w+)\s+(.+)", line)
         if not match or match[1] not in COARSE:
             raise ValueError(
-                f"{file}, line {number}: a line is `COARSE:fine question`, COARSE one of {', '.join(COARSE)}, "
-                f"not `{line[:40]}`."
+                f"{file}, line {number} must be `COARSE:fine question`, COARSE one of {', '.join(COARSE)}, "
+                f"got `{line[:40]}`."
             )
         label = COARSE[match[1]]
         yield match[3], f"{label} {FINE.get(match[2], match[2])}" if fine else label, f"{file}:{number}"
 
 
 def read_banking(file: Path, part: str) -> Rows:
-    """Banking77's queries: CSV with the columns `text` and `category`."""
+    """Read Banking77's queries: CSV with the columns `text` and `category`."""
     for number, row in enumerate(read_rows(file), 1):
         yield field(row, "text", file), field(row, "category", file), f"{file}, row {number},"
 
 
 def read_clinc(file: Path, part: str) -> Rows:
-    """CLINC150's utterances: JSON with lists `train` and `test` of [text, intent], without those out of scope."""
+    """Read CLINC150's utterances, without those out of scope: JSON with lists `train` and `test` of [text, intent]."""
     try:
         whole = json.loads(read_text(file))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -105,18 +105,20 @@ def read_clinc(file: Path, part: str) -> Rows:
         raise ValueError(f"{file} must be a JSON object with lists `train` and `test` of [text, intent].")
     for number, row in enumerate(rows, 1):
         if not isinstance(row, list) or len(row) != 2 or not all(isinstance(text, str) for text in row):
-            raise ValueError(f"{file}, row {number} of `{part}`: a row is [text, intent], not {json.dumps(row)}.")
+            raise ValueError(f"{file}, row {number} of `{part}` must be [text, intent], got {json.dumps(row)}.")
         yield *row, f"{file}, row {number} of `{part}`,"
 
 
 @dataclass(frozen=True)
 class Task:
-    """A data set and how a model is asked about it.
+    """A data set and the words of its prompts.
 
     Args:
-        read: rows of a file's part, `train` or `test`.
-        train: names of the file with training examples, of which the first that exists is read. test: likewise.
-        text: the word before a text. label: the word before its class.
+        read: reads the rows of a file's part, `train` or `test`.
+        train: possible names of the file with training examples; the first that exists is read.
+        test: possible names of the file with test examples; likewise.
+        text: the word before a text.
+        label: the word before its class.
     """
 
     read: Callable[[Path, str], Rows]
@@ -134,11 +136,11 @@ TASKS: dict[ClassificationTask, Task] = {
     "banking77": Task(read_banking, ("train.csv",), ("test.csv",), "query", "intent"),
     "clinc150": Task(read_clinc, ("data_full.json",), ("data_full.json",), "utterance", "intent"),
 }
-"""The words before texts and classes are those of Bertsch et al. (arXiv 2405.00200)."""
+"""The prompts' words are those of Bertsch et al. (arXiv 2405.00200)."""
 
 
 def read_examples(task: ClassificationTask, source: Source) -> tuple[list[Example], list[Example]]:
-    """Training examples, without those whose text is also a test example's, and test examples.
+    """Read training examples and test examples. Training examples whose text is also a test example's are left out.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -147,7 +149,7 @@ def read_examples(task: ClassificationTask, source: Source) -> tuple[list[Exampl
     names = {"train": TASKS[task].train, "test": TASKS[task].test}
     if source.path.is_file() and names["train"] != names["test"]:
         needed = " and ".join(first for first, *_ in names.values())
-        raise ValueError(f"{source.path} is one file. Name the folder with {needed} with --data.")
+        raise ValueError(f"{source.path} is a file. Name the folder that has {needed} with --data.")
     parts: dict[str, list[Example]] = {part: [] for part in names}
     for part, examples in parts.items():
         for text, label, place in TASKS[task].read(source.file(*names[part]), part):
@@ -161,18 +163,18 @@ def read_examples(task: ClassificationTask, source: Source) -> tuple[list[Exampl
     if not test:
         raise ValueError(f"{source.path} has no test examples.")
     if unknown := {example.label for example in test} - {example.label for example in train}:
-        raise ValueError(f"{source.path} has test examples but no others of {', '.join(sorted(unknown))}.")
+        raise ValueError(f"{source.path} has no training examples of the test classes {', '.join(sorted(unknown))}.")
     return train, test
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question that has a class as its answer, as token ids.
+    """A question whose answer is a class, as token ids.
 
     Args:
-        context: what stands before the question. Prompts in a row that share it should have the same list.
-        question: up to where the answer begins.
-        options: each class's answer, none of which begins with another.
+        context: the tokens before the question. Successive prompts with equal contexts are computed from one KV cache.
+        question: the tokens up to the answer.
+        options: each class's answer. None may begin with another.
     """
 
     context: list[int]
@@ -181,28 +183,30 @@ class Prompt:
 
 
 def option_ids(loaded: LoadedModel, before: str, answers: Mapping[str, str]) -> dict[str, list[int]]:
-    """Token ids of each class's answer after the text `before`.
+    """Return the token ids of each class's answer after the text `before`.
 
     Raises:
-        ValueError: the tokenizer makes one answer the beginning of another.
+        ValueError: the tokens of one answer are the beginning of another's.
     """
     start = len(loaded.encode(before))
     options = {label: loaded.encode(before + answer)[start:] for label, answer in answers.items()}
     for (first, shorter), (second, longer) in pairwise(sorted(options.items(), key=lambda option: option[1])):
         if longer[: len(shorter)] == shorter:
-            raise ValueError(f"The tokenizer of {loaded.name} does not tell the classes {first} and {second} apart.")
+            raise ValueError(
+                f"The tokenizer of {loaded.name} must not encode class {first} as the beginning of {second}."
+            )
     return options
 
 
 @torch.inference_mode()
 def classify(loaded: LoadedModel, prompts: Mapping[str, Prompt]) -> Iterator[tuple[str, str]]:
-    """Greedy decoding, constrained to the options: in each step the likeliest token with which some option goes on.
+    """Decode greedily, constrained to the options: each step takes the likeliest token that continues an option.
 
-    A context is computed once for all its questions, and only what it adds to the context before it, if it begins with
-    that. Its keys and values are copied for each batch of questions.
+    Questions of one context share its KV cache, which is copied for each batch. A context that begins with the
+    previous one extends that cache.
 
     Yields:
-        Name of the prompt and the class, batch by batch.
+        The prompt's name and its class, batch by batch.
 
     Raises:
         ValueError: the model's scores are NaN.
@@ -221,7 +225,7 @@ def classify(loaded: LoadedModel, prompts: Mapping[str, Prompt]) -> Iterator[tup
 
 
 def _answers(loaded: LoadedModel, cache: DynamicCache, prompts: Sequence[Prompt]) -> list[str]:
-    """The classes of questions of equal length whose context is in the cache, which stays as it is."""
+    """Return the classes of questions of equal length whose context is in the cache. The cache is not changed."""
     cache, dtype = copy.deepcopy(cache), str(loaded.model.dtype).removeprefix("torch.")
     cache.batch_repeat_interleave(len(prompts))
     left = [list(prompt.options) for prompt in prompts]  # the classes that an answer can still become
@@ -235,6 +239,6 @@ def _answers(loaded: LoadedModel, cache: DynamicCache, prompts: Sequence[Prompt]
                 tokens[row] = [allowed[likeliest(logits[row, allowed].tolist(), dtype)]]
                 left[row] = [label for label in labels if prompt.options[label][step] == tokens[row][0]]
             else:
-                tokens[row] = tokens[row][-1:]  # has its answer already: any token will do
+                tokens[row] = tokens[row][-1:]  # its answer is known: any token serves as input
         step += 1
     return [label for (label,) in left]

@@ -18,25 +18,25 @@ from diffllama.evaluation.models import digest
 
 
 SAMPLES = Path(__file__).parent / "samples"
-"""Made up for this package: enough to try a probe, too little to judge a model."""
+"""Made-up samples: enough to try a probe, too little to evaluate a model."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The location of a probe's data, a file or folder, and whether it is the sample of this package."""
+    """The file or folder with a probe's data, and whether it is the built-in sample."""
 
     path: Path
     built_in: bool
 
     def facts(self) -> dict[str, Any]:
-        """What identifies the data in a report."""
+        """Return what identifies the data in a report."""
         return {"path": f"built-in {self.path.name}" if self.built_in else str(self.path), "sha256": digest(self.path)}
 
     def file(self, *names: str) -> Path:
-        """The data's one file, or the first of these that the folder has.
+        """Return the data's file or, in a folder, the first of `names` that exists.
 
         Raises:
-            FileNotFoundError: it has none of them.
+            FileNotFoundError: the folder has none of them.
         """
         if self.path.is_file():
             return self.path
@@ -47,7 +47,7 @@ class Source:
 
 
 def find(name: str, data: Path | None) -> Source:
-    """The data called `name`: `data`, or `data/name` if there is such a folder, or the built-in sample.
+    """Find the data called `name`: `data/name` if that is a folder, else `data`; the built-in sample without `data`.
 
     Raises:
         FileNotFoundError: `data` does not exist.
@@ -64,7 +64,7 @@ def read_text(file: Path, encoding: str = "utf-8-sig") -> str:
     """Read a text file, decompressed according to its suffix.
 
     Raises:
-        ValueError: it is not text, or truncated.
+        ValueError: the file is not text, or it is truncated.
     """
     try:
         with fsspec.open(str(file), "rt", encoding=encoding, compression="infer") as stream:
@@ -76,10 +76,10 @@ def read_text(file: Path, encoding: str = "utf-8-sig") -> str:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Read objects from a JSON file (a list, or one per line) or the rows of a .csv file with a header.
+    """Read the objects of a JSON file (a list, or one per line) or the rows of a .csv file with a header.
 
     Raises:
-        ValueError: the file has another form.
+        ValueError: the file has another format.
     """
     text = read_text(file).strip()
     if ".csv" in file.suffixes:
@@ -88,7 +88,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         except csv.Error as error:
             raise ValueError(f"{file} is not CSV: {error}") from error
         if not rows or any(None in row or None in row.values() for row in rows):
-            raise ValueError(f"{file} must have rows with as many fields as its first, which names the columns.")
+            raise ValueError(f"{file} must have a header line, and rows with a field for each of its columns.")
         return rows
     try:
         if text.startswith("["):
@@ -96,39 +96,43 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         else:
             rows = [json.loads(line) for line in text.split("\n") if line.strip()]
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON, nor JSON on each line: {error}") from error
+        raise ValueError(f"{file} is not JSON or JSON lines: {error}") from error
     if not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{file} must have JSON objects, one on each line or in a list.")
+        raise ValueError(f"{file} must have JSON objects, in a list or one per line.")
     return rows
 
 
 def field(row: dict[str, Any], name: str | Sequence[str], file: Path) -> Any:
-    """The value of the first of these names that the row has; a `ValueError` naming the file if it has none."""
+    """Return the value of the first field of `name` that the row has.
+
+    Raises:
+        ValueError: the row has none of them. The message names the file.
+    """
     names = [name] if isinstance(name, str) else name
     for key in names:
         if key in row:
             return row[key]
     expected = " or ".join(f"`{key}`" for key in names)
-    raise ValueError(f"{file} has a row without {expected}: it has {', '.join(row)}.")
+    raise ValueError(f"{file} has a row without {expected}; its fields are {', '.join(row)}.")
 
 
 def text_field(row: dict[str, Any], name: str | Sequence[str], file: Path) -> str:
-    """The same as `field`, for a non-empty text."""
+    """Return the same as `field`, which must be a non-empty text; otherwise raise `ValueError`."""
     value = field(row, name, file)
     if not isinstance(value, str) or not value.strip() or re.search("[\ud800-\udfff]", value):  # half a character
         names = name if isinstance(name, str) else " or ".join(name)
-        raise ValueError(f"{file} has a row in which {names} is not a text: {value!r:.60}.")
+        raise ValueError(f"{file} has a row in which {names} must be a non-empty text, got {value!r:.60}.")
     return value
 
 
 def texts(source: Source) -> dict[str, str]:
-    """Long texts by name: of a folder's .txt files, compressed or not, or `text` of each row of a .jsonl file.
+    """Read long texts by name: a folder's .txt files, compressed or not, or field `text` of a .jsonl file's rows.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there is no text.
     """
     path = source.path
-    files = [path] if path.is_file() else sorted(path.glob("[!.]*"))  # hidden ones are not in the data's hash either
+    files = [path] if path.is_file() else sorted(path.glob("[!.]*"))  # the data's hash leaves out hidden files, too
     by_name: dict[str, str] = {}
     for file in files:
         if ".jsonl" in file.suffixes:
@@ -137,5 +141,5 @@ def texts(source: Source) -> dict[str, str]:
         elif ".txt" in file.suffixes:
             by_name[file.name] = read_text(file)
     if not by_name:
-        raise ValueError(f"{path} has no text: no .txt file, compressed or not, and no .jsonl with `text`.")
+        raise ValueError(f"{path} has no text. It needs .txt files, compressed or not, or .jsonl files with `text`.")
     return by_name

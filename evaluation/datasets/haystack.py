@@ -1,8 +1,8 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Key information retrieval: sentences that give cities magic numbers, hidden in a long text (paper, section 3.4).
+"""Key information retrieval: sentences with cities' magic numbers, hidden in a long text (paper, section 3.4).
 
-The paper follows the protocol of Large World Model and Gemini 1.5 and does not print its prompts; these are ours.
+The paper follows the protocol of Large World Model and Gemini 1.5. It does not print its prompts; these are our own.
 """
 
 import random
@@ -33,10 +33,10 @@ class Prompt:
     """A text with needles, and a question about some of them.
 
     Args:
-        text: head, haystack with needles, question, and the beginning of its answer.
-        numbers: the answers, as they are asked for.
-        needles: for each of them, the span of the sentence that gives it, [start, end) in characters of `text`.
-        context: the span of the haystack with all needles in it, likewise.
+        text: head, haystack with needles, question, and the beginning of the answer.
+        numbers: the requested numbers, in the order of the question.
+        needles: for each of them, the span of its needle, [start, end) in characters of `text`.
+        context: the span of the haystack with all needles, [start, end) in characters of `text`.
     """
 
     text: str
@@ -45,16 +45,21 @@ class Prompt:
     context: tuple[int, int]
 
     def fraction_found(self, completion: str) -> float:
-        """The fraction of the requested numbers found in a completion, written without commas."""
+        """Return the fraction of the requested numbers found in a completion, written without commas."""
         numbers = re.findall(r"\d+", completion)
         return sum(number in numbers for number in self.numbers) / len(self.numbers)
 
 
 class Haystack:
-    """Sentences of long texts that fill four prompts of `length` tokens, and how many tokens each takes.
+    """Sentences of long texts, enough to fill four prompts, and the number of tokens of each.
+
+    Args:
+        texts: the long texts.
+        loaded: has the tokenizer.
+        length: length of a prompt in tokens.
 
     Raises:
-        ValueError: there is no sentence.
+        ValueError: the texts have no sentence.
     """
 
     def __init__(self, texts: Iterable[str], loaded: LoadedModel, length: int) -> None:
@@ -70,18 +75,22 @@ class Haystack:
                 break
         if not self.sentences:
             raise ValueError(
-                f"There is no sentence in the first {100 * length:,} characters of any text. Name other texts with "
-                "--data, or ask for more with --length."
+                f"No text has a sentence in its first {100 * length:,} characters. Name other texts with --data, or "
+                "raise --length."
             )
 
     def prompt(self, *, length: int, depth: float, needles: int, queries: int, seed: str) -> Prompt:
-        """A prompt of `length` tokens, or less than a sentence fewer, `queries` of whose needles are asked for.
+        """Make a prompt with needles.
 
-        The first of these stands at `depth`, from 0, the beginning of the text, to 1, its end; all others stand
-        anywhere. The seed is of cities, numbers, places and the part of the text.
+        Args:
+            length: in tokens. The prompt may be shorter by less than a sentence.
+            depth: of the first requested needle, from 0, the beginning of the text, to 1, its end.
+            needles: how many are hidden. All but the first are at random depths.
+            queries: how many are asked for.
+            seed: determines cities, numbers, depths and the part of the text.
 
         Raises:
-            ValueError: so few tokens hold no text.
+            ValueError: `length` tokens do not hold the question and a sentence.
         """
         draw = random.Random(seed)
         cities = draw.sample(CITIES, needles)
@@ -89,7 +98,7 @@ class Haystack:
         facts = [f"The magic number of {city} is {number}." for city, number in zip(cities, numbers, strict=True)]
         question = ask(cities[:queries])
         rest = self.loaded.prefix + self.loaded.encode(HEAD + " ".join(facts) + question)
-        budget = length - len(rest) - 1  # a token where two texts meet
+        budget = length - len(rest) - 1  # joining two texts may take another token
         start = draw.randrange(len(self.sentences))
         while self.sizes[start] > budget >= min(self.sizes):
             start = (start + 1) % len(self.sizes)
@@ -98,7 +107,7 @@ class Haystack:
             before.append(after)
         taken = len(before) - 1
         if not taken:
-            raise ValueError(f"--length: {length} tokens do not hold the question and a sentence of text.")
+            raise ValueError(f"--length must hold the question and a sentence of text, got {length} tokens.")
         place = min(range(taken + 1), key=lambda at: abs(before[at] - depth * before[-1]))
         places = [place, *(draw.randrange(taken + 1) for _ in facts[1:])]
         text, spans = HEAD, {}
@@ -116,7 +125,7 @@ class Haystack:
 
 
 def ask(cities: Sequence[str]) -> str:
-    """The question for the magic numbers of cities, and how its answer begins."""
+    """Return the question for the cities' magic numbers, with the beginning of its answer."""
     if len(cities) == 1:
         topic = f"the magic number of {cities[0]}"
         return f"\n\nQuestion: What is {topic}?\nAnswer: T{topic[1:]} is"

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's seven tasks of multiple choice, read from local files."""
+"""The paper's seven multiple-choice tasks, read from local files."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,19 +11,19 @@ from diffllama.evaluation.settings import MultipleChoiceTask
 
 
 TASKS: tuple[MultipleChoiceTask, ...] = get_args(MultipleChoiceTask)
-"""The names of their files."""
+"""The names of the tasks, which are also those of their files."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A question and its answers; a model chooses the answer that is most likely after its context.
+    """A question and its answers. A model chooses the answer with the highest likelihood after its context.
 
     Args:
         id: unique within its task.
-        contexts: what stands before each answer: the question, once for each, or, in WinoGrande, the beginning of the
-            sentence with one of the names filled in.
-        continuations: the answers, each with the space before it; in WinoGrande the same end of the sentence twice.
-        gold: index of the right one.
+        contexts: the text before each answer: the question, once per answer. In WinoGrande, the beginning of the
+            sentence with each of the names filled in.
+        continuations: the answers, each with a space before it. In WinoGrande, the end of the sentence, twice.
+        gold: index of the right answer.
     """
 
     id: str
@@ -33,25 +33,25 @@ class Item:
 
 
 def dataset_name(task: str) -> str:
-    """The name of a task's data in `find`."""
+    """Return the name of a task's data in `find`."""
     return "hellaswag" if task == "hellaswag" else "multiple_choice"
 
 
 def read(task: str, source: Source) -> list[Item]:
-    """The items of a task.
+    """Read the items of a task.
 
-    The prompts are the LM Evaluation Harness's but for what the files have otherwise: a passage of BoolQ begins with
-    "Passage: ", and the last words of HellaSwag's contexts have no capital.
+    The prompts are the LM Evaluation Harness's with two differences, which the files have: a passage of BoolQ begins
+    with "Passage: ", and the last words of HellaSwag's contexts are not capitalised.
 
     Args:
         task: one of `TASKS`.
-        source: a folder with `TASK.jsonl` or, for HellaSwag, `hellaswag_val_full.txt.bz2`; or such a file. Rows of the
-            former have `query`, `choices` and `gold`; WinoGrande's `context_options`, `continuation` and `gold`. A row
+        source: a folder with `TASK.jsonl` or, for HellaSwag, `hellaswag_val_full.txt.bz2`; or such a file. A row of the
+            former has `query`, `choices` and `gold`; in WinoGrande `context_options`, `continuation` and `gold`. A row
             of the latter is six lines: context, number of the right ending, and four endings.
 
     Raises:
         FileNotFoundError: the folder has no such file.
-        ValueError: the file has something else.
+        ValueError: the file has another format.
     """
     if task == "hellaswag":
         return _hellaswag(source.file("hellaswag_val_full.txt.bz2", "hellaswag_val_full.txt"))
@@ -62,7 +62,7 @@ def read(task: str, source: Source) -> list[Item]:
             contexts, answers = field(row, "context_options", file), [field(row, "continuation", file)]
         else:
             contexts, answers = [field(row, "query", file)], field(row, "choices", file)
-        ask = "" if task in ("openbook_qa", "winogrande") else "\nAnswer:"  # those are beginnings of sentences
+        ask = "" if task in ("openbook_qa", "winogrande") else "\nAnswer:"  # those two complete a sentence
         items.append(_item(f"{task}:{number}", contexts, answers, field(row, "gold", file), file, ask))
     return items
 
@@ -70,7 +70,7 @@ def read(task: str, source: Source) -> list[Item]:
 def _hellaswag(file: Path) -> list[Item]:
     lines = read_text(file).rstrip("\n").split("\n")
     if len(lines) % 6:
-        raise ValueError(f"{file} must have six lines a row, but has {len(lines):,} lines.")
+        raise ValueError(f"{file} must have six lines per row, got {len(lines):,} lines.")
     items = []
     for start in range(0, len(lines), 6):
         context, gold, *endings = lines[start : start + 6]
@@ -80,12 +80,12 @@ def _hellaswag(file: Path) -> list[Item]:
 
 
 def _item(name: str, contexts: Any, answers: Any, gold: Any, file: Path, ask: str = "") -> Item:
-    """An item of several answers to one context, or of several contexts of one answer."""
+    """Make an item of one context with several answers, or of several contexts with one answer."""
     lists = isinstance(contexts, list) and isinstance(answers, list)
     choices = max(len(contexts), len(answers)) if lists and contexts and answers else 0
     if choices < 2:
         raise ValueError(
-            f"{file}: {name} must have a question and a list of answers, two or more, got {contexts!r} and {answers!r}."
+            f"{file}: {name} must have a question and a list of two or more answers, got {contexts!r} and {answers!r}."
         )
     for text in (*contexts, *answers):
         text_field({name: text}, name, file)
@@ -94,5 +94,5 @@ def _item(name: str, contexts: Any, answers: Any, gold: Any, file: Path, ask: st
     asked = [context.rstrip() + ask for context in contexts] * len(answers)
     continuations = [f" {answer}" for answer in answers] * len(contexts)
     pairs = list(zip(asked, continuations, strict=True))
-    first = pairs.index(pairs[gold])  # of equal answers, which are equally likely, a model is said to choose the first
+    first = pairs.index(pairs[gold])  # equal answers are equally likely, and `likeliest` takes the first
     return Item(id=name, contexts=asked, continuations=continuations, gold=first)

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Documents to summarise, or to answer a question from."""
+"""Documents for summarisation and question answering."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ SUMMARIES = get_args(SummaryTask)
 
 @dataclass(frozen=True)
 class Document:
-    """A text, a question about it (empty if the task is to summarise), and the reference summary or answer."""
+    """A text, a question about it (empty for summarisation), and the reference summary or answer."""
 
     text: str
     question: str
@@ -26,18 +26,18 @@ class Document:
 
 
 def read(task: DocumentTask, source: Source) -> dict[str, Document]:
-    """The documents of a task by name.
+    """Read the documents of a task by name.
 
     Args:
         task: determines whether rows must have a question.
-        source: a file, or a folder with `TASK.jsonl`, `test.jsonl`, `validation.jsonl` or `dev.json`. Its rows have
-            `context`, `document` or `article`: a text, or titles with their sentences, as in HotpotQA; `question` or
-            `input` (LongBench's name for it); and `answer`, `answers`, `summary` or `highlights`. A `.txt` file has
-            IRCoT's prompts: "# METADATA", paragraphs, and lines that begin with "Q: " and "A: ".
+        source: a file, or a folder with `TASK.jsonl`, `test.jsonl`, `validation.jsonl` or `dev.json`. A row has the
+            text in `context`, `document` or `article` (a string, or titles with their sentences, as in HotpotQA); the
+            question in `question` or `input` (as in LongBench); the reference in `answer`, `answers`, `summary` or
+            `highlights`. A `.txt` file has IRCoT's prompts: "# METADATA", paragraphs, and lines with "Q: " and "A: ".
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it has another form.
+        ValueError: the file has another format.
     """
     file = source.file(f"{task}.jsonl", "test.jsonl", "validation.jsonl", "dev.json")
     documents = _prompts(file) if file.suffix == ".txt" else _rows(file, task not in SUMMARIES)
@@ -64,7 +64,7 @@ def _text(context: Any, file: Path) -> str:
             context = "\n\n".join(f"{title}\n{' '.join(map(str.strip, sentences))}" for title, sentences in context)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"{file} has a document that is neither a text nor a list of titles and sentences."
+                f"{file} has a row whose document is neither a text nor a list of titles with sentences."
             ) from error
     return text_field({"the document": context}, "the document", file)
 

@@ -14,7 +14,7 @@ from diffllama.evaluation.settings import WordProblemTask
 
 
 FOLDERS = {"math": "multiple_choice"}
-"""Tasks whose data `find` has under another name."""
+"""Tasks whose data have another name in `find`."""
 
 FILES = {
     "gsm8k": "test.jsonl",
@@ -23,7 +23,7 @@ FILES = {
     "asdiv": "ASDiv.xml",
     "mawps": "fold0.dev.csv",
 }
-"""Task -> its file; of MAWPS all files are read that end in `.csv`."""
+"""Task -> its file. For MAWPS, all `.csv` files are read."""
 
 INSTRUCTION = "\n\nReason step by step, and put your final answer within \\boxed{}."
 """The instruction after a problem in a chat."""
@@ -46,7 +46,7 @@ WORDS = (
         "In the evening he walks 2 * 4 = 8 km, so 4 + 8 = 12 km a day. In a week it is 12 * 5 = 60. The answer is 60.",
     ),
 )
-"""Worked examples; a completion should end like their solutions."""
+"""Worked examples. A completion should end as their solutions do."""
 
 LATEX = (
     ("What is the value of $2^5 - 3 \\cdot 4$?", "We have $2^5 = 32$ and $3 \\cdot 4 = 12$. The answer is $20$."),
@@ -64,7 +64,7 @@ LATEX = (
         "It is $\\sqrt{2^2 + 6^2} = \\sqrt{40} = 2\\sqrt{10}$. The answer is $2\\sqrt{10}$.",
     ),
 )
-"""The same for MATH, whose answers are LaTeX."""
+"""Worked examples for MATH, whose answers are LaTeX."""
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -72,25 +72,25 @@ LATEX = (
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its right answer."""
+    """A question and its correct answer."""
 
     question: str
     answer: str
 
 
 def read(task: WordProblemTask, source: Source) -> dict[str, Problem]:
-    """The problems of a task by name, from its publisher's files.
+    """Read the problems of a task by name, from its publisher's files.
 
     Args:
-        task: which form the files have.
+        task: determines the format.
         source: a file, or a folder with it: gsm8k `test.jsonl`; math `math.jsonl`; svamp `SVAMP.json`; asdiv
-            `ASDiv.xml`; mawps any number of `.csv` with the columns `Question`, `Numbers` and `Answer`. The rows of
-            gsm8k and math have `question`, `problem` or `context`, and `answer`, of which only what follows "####"
-            counts where there is that: any file of that form will do.
+            `ASDiv.xml`; mawps any number of `.csv` files with the columns `Question`, `Numbers` and `Answer`. A row of
+            gsm8k and math has the problem in `question`, `problem` or `context`, and `answer`; only the text after
+            "####" counts, if there is any. Other data in this format can be read, too.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it has another form.
+        ValueError: the file has another format.
     """
     files = sorted(source.path.glob("[!.]*.csv")) if task == "mawps" else []
     by_name = {
@@ -118,13 +118,13 @@ def _problem(row: dict[str, Any], task: WordProblemTask, file: Path) -> Problem:
         question = _unmasked(row, file)
     else:
         body, question = (text_field(row, name, file).strip() for name in ("Body", "Question"))
-        whole = body.endswith((".", "?", "!"))  # another one is the beginning of its question: "If there are 3 more"
+        whole = body.endswith((".", "?", "!"))  # other bodies begin their question: "If there are 3 more"
         question = f"{body}{'' if whole else ','} {question}"
     return Problem(question, _answer(row, "Answer", file))
 
 
 def _unmasked(row: dict[str, Any], file: Path) -> str:
-    """The question of a row of MAWPS, whose numbers stand in a column of their own."""
+    """Return the question of a row of MAWPS with the numbers of its column `Numbers` filled in."""
     numbers = [number.removesuffix(".0") for number in field(row, "Numbers", file).split()]
     masked = text_field(row, "Question", file)
     words = re.split(r"number(\d+)", masked)
@@ -136,7 +136,7 @@ def _unmasked(row: dict[str, Any], file: Path) -> str:
 
 
 def _answer(row: dict[str, Any], name: str, file: Path) -> str:
-    """A number, or a text, of which only what follows "####" counts where there is that."""
+    """Return an answer, a number or a text, without what precedes "####"."""
     given = field(row, name, file)
     text = str(given) if type(given) in (int, float) else text_field(row, name, file)
     return text_field({name: text.rpartition("####")[2].strip()}, name, file)

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's experiments, a module and a class each."""
+"""The paper's experiments: one module with one class for each."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,6 @@ if TYPE_CHECKING:
 
 
 def probe_class(command: str) -> "type[Probe[Any]]":
-    """The class behind a command of `diffllama probe`, from the module called like the command."""
+    """Return the class of a command of `diffllama probe`, from the module named like the command."""
     module = importlib.import_module(f"diffllama.evaluation.probes.{command.replace('-', '_')}")
     return getattr(module, PROBES[command].__name__.removesuffix("Settings"))

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How much attention goes to the answer in a long text, and how much to the rest of it, the noise."""
+"""Attention to the answer in a long text, and to the rest of the text, the noise."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ from diffllama.evaluation.settings import AttentionToAnswerSettings
 
 
 BINS = 32
-"""Pieces of equal length into which a context is cut for the heat map."""
+"""Number of equal pieces of the context in the heat map."""
 
 LEAST_SUM = 1e-3
-"""Rows with a smaller sum, on average over layers and heads, have no shares of it."""
+"""Rows whose sum, averaged over layers and heads, is smaller are not divided by it."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Passage:
     """A prompt as token ids, with the spans [start, end) of its parts.
 
     Args:
-        ids: all of them.
-        context: the text with the needle in it.
-        answer: the needle.
-        depth: where it stands.
+        ids: the prompt's token ids.
+        context: the span of the text with the needle.
+        answer: the span of the needle.
+        depth: of the needle, from 0, the beginning of the text, to 1, its end.
     """
 
     ids: list[int]
@@ -44,20 +44,21 @@ class Passage:
     depth: float
 
     def parts(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Sums of weights [..., n] over the answer, the noise and the rest: [...] each."""
+        """Sum weights [..., n] over the answer, the noise and the rest: [...] each."""
         answer, context = (weights[..., slice(*span)].sum(-1) for span in (self.answer, self.context))
         return {"answer": answer, "noise": context - answer, "other": weights.sum(-1) - context}
 
 
 def last_rows(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last token's attention to all tokens, averaged over the heads of each layer.
+    """Compute the last token's attention to all tokens, averaged over the heads of each layer.
 
     Args:
         model: a causal language model.
         ids: token ids [1, n].
 
     Returns:
-        The maps, signed in a differential model, and their absolute values, both [layers, n] in float64 on the CPU.
+        The mean of the maps' rows (signed in a differential model) and of their absolute values, both [layers, n] in
+        float64 on the CPU.
     """
     rows_by_layer: dict[int, torch.Tensor] = {}
 
@@ -73,31 +74,30 @@ def last_rows(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 class AttentionToAnswer(AttentionToAnswerSettings, Probe[Passage]):
-    """Attention of the prompt's last token, which predicts the first one of the answer, to the answer and to noise.
+    """Attention of the prompt's last token, which predicts the answer's first token, to the answer and to noise.
 
-    A sentence with a city's magic number, the needle, stands at a depth of a text, and a question for the number after
-    the text. The tokens of the needle are the answer, all others of the text are noise. The rest, called other, are the
-    token of beginning, the sentence before the text, the question and the beginning of its answer. A token with a
-    character of the needle is the answer's.
+    A text contains a sentence with a city's magic number, the needle, at some depth. A question for the number follows
+    the text. The tokens of the needle (all tokens with a character of it) are `answer`, the other tokens of the text
+    are `noise`. The BOS token, the sentence before the text, the question and the beginning of its answer are `other`.
 
-    Maps are averaged over heads and layers (so the authors, microsoft/unilm, issue 1654) and then divided by their
-    sum, so that the three parts make 1. The paper calls its scores normalised and prints no formula. The rows of a
-    differential map A1 - λ·A2 sum to 1 - λ and have both signs, so there are two figures:
+    Maps are averaged over heads and layers (as the authors write in microsoft/unilm, issue 1654) and then divided by
+    their sum, so that the three parts sum to 1. The paper calls its scores normalised and prints no formula. The rows
+    of a differential map A1 - λ·A2 sum to 1 - λ and have both signs, so there are two kinds of shares:
 
-    * signed: the parts of the row divided by its sum. A plain model's are its attention, and an exact conversion's are
-      the same. They are divided after the average, for a head with λ near 1 would swamp the others before it: so every
-      head counts by the 1 - λ that it gives. Within a part both signs cancel, and it may be below 0, or above 1. A
-      sample whose average sum is within 0.001 of 0 has no such shares.
-    * absolute: the parts of Σ|a|, never below 0. What is subtracted counts as attention too, and nothing cancels.
+    * signed: the parts of the row, divided by its sum. In a plain model these are the attention weights, and an exact
+      conversion has the same. The division follows the average, because a head with λ near 1 would otherwise dominate.
+      So each head has weight 1 - λ. Positive and negative entries cancel, so a share may be below 0 or above 1. A
+      sample whose average sum is within 0.001 of 0 has no signed shares.
+    * absolute: the parts of Σ|a|, never below 0. Subtracted attention counts as attention, and nothing cancels.
 
-    `sum` is what they were divided by. `detail` has each layer's averages over heads, not divided, and for the heat map
-    those of 32 equal pieces of the text, divided by the layer's Σ|a|.
+    `sum` is the divisor. `detail` has each layer's averages over heads, not divided, and for the heat map those of 32
+    equal pieces of the text, divided by the layer's Σ|a|.
     """
 
     dataset: ClassVar[str] = "novels"
 
     def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, Passage]:
-        """Prompts with one needle, as token ids."""
+        """Return prompts with one needle, as token ids."""
         haystack = Haystack(texts(source).values(), loaded, self.length)
         return {
             f"{depth} {number}": self.passage(haystack, depth, number, loaded)
@@ -106,13 +106,13 @@ class AttentionToAnswer(AttentionToAnswerSettings, Probe[Passage]):
         }
 
     def passage(self, haystack: Haystack, depth: float, number: int, loaded: LoadedModel) -> Passage:
-        """The prompt of that number at that depth.
+        """Return prompt number `number` at a depth.
 
         Raises:
-            ValueError: the tokenizer does not say which characters its tokens are of.
+            ValueError: the tokenizer is not a fast one, so that the characters of its tokens are unknown.
         """
         if not loaded.tokenizer.is_fast:
-            raise ValueError(f"The tokenizer of {loaded.name} does not say where its tokens are. Save a fast one.")
+            raise ValueError(f"The tokenizer of {loaded.name} must be a fast one, which returns character offsets.")
         prompt = haystack.prompt(
             length=self.length,
             depth=depth,
@@ -129,7 +129,7 @@ class AttentionToAnswer(AttentionToAnswerSettings, Probe[Passage]):
         return Passage(loaded.prefix + encoded.input_ids, tokens(*prompt.context), tokens(*prompt.needles[0]), depth)
 
     def measure(self, loaded: LoadedModel, samples: Mapping[str, Passage]) -> Iterator[Outcome]:
-        """Takes the last row of each layer's maps."""
+        """Compute the parts of the last row of each layer's maps."""
         for name, passage in samples.items():
             measurements, layers = [], {}
             signed, absolute = last_rows(loaded.model, loaded.tensor(passage.ids))
@@ -142,7 +142,7 @@ class AttentionToAnswer(AttentionToAnswerSettings, Probe[Passage]):
                     measurements.append(Measurement({"depth": passage.depth, "shares": kind}, shares | {"sum": whole}))
             start, end = passage.context
             pieces = signed[:, start:end].tensor_split(min(BINS, end - start), dim=1)
-            mass = absolute.sum(1, keepdim=True).clamp(min=1e-9)  # maps may cancel
+            mass = absolute.sum(1, keepdim=True).clamp(min=1e-9)  # the two maps may cancel
             shown = torch.stack([piece.sum(1) for piece in pieces], dim=1) / mass
             detail = {
                 "layers": layers,
@@ -152,9 +152,9 @@ class AttentionToAnswer(AttentionToAnswerSettings, Probe[Passage]):
             yield Outcome(name, measurements, detail)
 
     def draw(self, report: Report, figure: Any) -> None:
-        """Signed shares by depth, and for each model a heat map of the first prompt at the depth nearest to the middle.
+        """Draw signed shares by depth, and each model's heat map of the first prompt at the depth nearest to 0.5.
 
-        Layers from the bottom up, positions in the text from left to right; the pieces with the answer are framed.
+        Heat maps show layers from bottom to top and positions in the text from left to right, with the answer framed.
         """
         rows = sorted(report.select(shares="signed"), key=lambda row: row["condition"]["depth"])
         answer, noise, *maps = panels(figure, 2 + len(report.names), rows=2)

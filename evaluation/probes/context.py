@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How much a longer context helps: the average loss of the tokens up to a position."""
+"""Benefit of a longer context: the average loss of the tokens up to each position."""
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -22,10 +22,10 @@ class LongTextProbe(LongTextSettings, Probe[S]):
     dataset: ClassVar[str] = "novels"
 
     def beginnings(self, source: Source, loaded: LoadedModel) -> dict[str, list[int]]:
-        """The beginnings of the first texts that are long enough, as token ids.
+        """Return the beginnings of the first texts that are long enough, as token ids.
 
         Raises:
-            ValueError: none is.
+            ValueError: no text is long enough.
         """
         encoded = (
             (name, loaded.prefix + loaded.encode(text[: self.length * 16])) for name, text in texts(source).items()
@@ -33,7 +33,7 @@ class LongTextProbe(LongTextSettings, Probe[S]):
         long_enough = ((name, ids[: self.length]) for name, ids in encoded if len(ids) >= self.length)
         beginnings = dict(islice(long_enough, self.texts))
         if not beginnings:
-            raise ValueError(f"No text in {source.path} has {self.length:,} tokens. Ask for fewer with --length.")
+            raise ValueError(f"No text in {source.path} has {self.length:,} tokens. Lower --length.")
         return beginnings
 
 
@@ -41,23 +41,23 @@ class Context(ContextSettings, LongTextProbe[list[int]]):
     """Cumulative average negative log-likelihood by position, on long texts."""
 
     def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, list[int]]:
-        """The beginnings of texts, as token ids."""
+        """Return the beginnings of texts, as token ids."""
         return self.beginnings(source, loaded)
 
     @property
     def positions(self) -> list[int]:
-        """Powers of two from 16 on, and the length."""
+        """Positions to report: powers of two from 16 on, and the length."""
         return [2**power for power in range(4, self.length.bit_length()) if 2**power < self.length] + [self.length]
 
     def measure(self, loaded: LoadedModel, samples: Mapping[str, list[int]]) -> Iterator[Outcome]:
-        """Averages the tokens up to each position; the first token, which nothing predicts, is not counted."""
+        """Average the loss up to each position, without the first token, which nothing predicts."""
         for name, ids in samples.items():
             losses = -token_log_probs(loaded.model, loaded.tensor(ids)).double()
             means = losses.cumsum(0) / torch.arange(1, len(losses) + 1)
             yield Outcome(name, [Measurement({"position": at}, {"nll": means[at - 2]}) for at in self.positions])
 
     def draw(self, report: Report, figure: Any) -> None:
-        """One line a model, over positions on a logarithmic axis."""
+        """Draw one line per model, over positions on a logarithmic axis."""
         (axes,) = panels(figure, 1)
         positions = [row["condition"]["position"] for row in report.rows]
         lines(axes, positions, report.points("nll"))

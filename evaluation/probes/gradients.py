@@ -23,13 +23,13 @@ from diffllama.evaluation.settings import GradientsSettings
 LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 ALL = "all parameters"
 CLIP = 1.0
-"""Gradients are scaled down to this norm before a step, after they are measured."""
+"""Gradients are clipped to this norm before a step, after they are measured."""
 
 
 def norms(model: PreTrainedModel) -> dict[str, list[float]]:
-    """Norms of the gradients in attention and feed-forward, layer by layer, by the part of the layer.
+    """Compute the norms of the gradients in attention and feed-forward, layer by layer, by part of the layer.
 
-    A part is a projection, the head norm, or the four vectors of λ together.
+    A part is a projection, the head norm, or the four λ vectors together.
     """
     by_part = defaultdict(list)
     for layer in model.model.layers:
@@ -44,41 +44,40 @@ def norms(model: PreTrainedModel) -> dict[str, list[float]]:
 
 
 class Gradients(GradientsSettings, ModelPairProbe[torch.Tensor]):
-    """Norms of the loss's gradients at initialisation and in early training, averaged over the layers.
+    """Gradient norms at initialisation and in early training, averaged over the layers.
 
-    The paper derives that the gradients of differential attention are of the same magnitude as those of softmax
-    attention, so that a DIFF trains with a Transformer's hyperparameters. Here both start from the same seed and see
-    the same text, in float32: pieces drawn at random, whose bytes are the token ids, and a vocabulary of 256. AdamW
-    has the momenta and the weight decay of the paper's scaling study, but a constant learning rate. Gradients are
-    measured at steps 0, 1, 10, 100, …, and at the last one, each of its batch alone and before they are clipped to
-    norm 1.
+    The paper derives that the gradients of differential attention have the magnitude of those of softmax attention, so
+    that a DIFF Transformer trains with a Transformer's hyperparameters. Here both start from the same seed and see the
+    same random excerpts, in float32. Token ids are bytes (vocabulary of 256). AdamW has the betas and the weight decay
+    of the paper's scaling study, and a constant learning rate. Gradients are measured at steps 0, 1, 10, 100, … and the
+    last one, each on the step's own batch and before clipping to norm 1.
 
-    A run that broke off trains again from the beginning, and keeps what it has.
+    A resumed run trains again from the beginning, and keeps the samples that it stored.
     """
 
     dataset: ClassVar[str] = "novels"
     intervals: ClassVar[bool] = False
 
     def specs(self) -> list[ModelSpec]:
-        """The pair."""
+        """Return the pair of models."""
         return [self.pair("float32", vocab_size=256)]
 
     @property
     def measured_steps(self) -> list[int]:
-        """0, the powers of ten, and the last."""
+        """Steps to measure: 0, the powers of ten, and the last one."""
         return [0] * (self.steps > 0) + [10**power for power in range(9) if 10**power < self.steps] + [self.steps]
 
     def samples(self, source: Source, loaded: Pair) -> Mapping[str, torch.Tensor]:
-        """For each step that is measured, the batches up to it, its own the last: [steps, batch, length].
+        """Return for each measured step the batches up to and including it: bytes [steps, batch, length].
 
         Raises:
-            ValueError: the texts are shorter than a sequence.
+            ValueError: the texts together are shorter than a sequence.
         """
         content = bytearray("\n\n".join(texts(source).values()).encode())
         if len(content) < self.length:
             raise ValueError(
-                f"{source.path} has {len(content):,} bytes of text. "
-                "Name more with --data, or ask for fewer with --length."
+                f"{source.path} has {len(content):,} bytes of text, fewer than a sequence of {self.length:,}. "
+                "Name more text with --data, or lower --length."
             )
         text = torch.frombuffer(content, dtype=torch.uint8)
         generator = torch.Generator().manual_seed(self.seed)
@@ -87,7 +86,7 @@ class Gradients(GradientsSettings, ModelPairProbe[torch.Tensor]):
         return {f"step {step}": batches[: step + 1] for step in self.measured_steps}
 
     def measure(self, loaded: Pair, samples: Mapping[str, torch.Tensor]) -> Iterator[Outcome]:
-        """Trains both models and measures them on the way."""
+        """Train both models and measure their gradients on the way."""
         training = recipe("scaling")["training"]
         optimizers = {
             name: torch.optim.AdamW(
@@ -119,7 +118,7 @@ class Gradients(GradientsSettings, ModelPairProbe[torch.Tensor]):
                 yield Outcome(f"step {step}", measurements, {"loss": losses, "norms": by_model})
 
     def draw(self, report: Report, figure: Any) -> None:
-        """A panel for each step, with both models' norms of each part on a logarithmic axis."""
+        """Draw a panel for each step, with both models' norms of each part on a logarithmic axis."""
         steps = self.measured_steps
         grid = panels(figure, len(steps), rows=-(-len(steps) // 2))
         for axes in grid[1:]:

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Contextual hallucination: whether summaries and answers say what their document says, in the eyes of a judge."""
+"""Contextual hallucination: whether a judge model finds summaries and answers supported by their document."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,37 +34,37 @@ hallucination, or with the line "Conclusion: False" if it is not."""
 
 
 def text_and_question(document: Document) -> str:
-    """The text and, if there is one, the question."""
+    """Return the document's text and, if there is one, its question."""
     return document.text + (f"\n\nQuestion: {document.question}" if document.question else "")
 
 
-@dataclass(kw_only=True)  # which calls `__post_init__`
+@dataclass(kw_only=True)  # its `__init__` calls `__post_init__`
 class Hallucination(HallucinationSettings, Probe[Document]):
-    """The share of greedy summaries or answers that a judge finds accurate and free of hallucination.
+    """Fraction of greedy summaries or answers that a judge model finds accurate and free of hallucination.
 
-    As in the paper, which follows Lookback Lens (Chuang et al., 2024), the judge reads the document, what people
-    wrote, and the response, and explains its binary verdict; the paper's judge is GPT-4o. The wording of all prompts
-    is ours. Without a chat template a summary is the first paragraph of the completion, an answer its first line.
+    As in the paper, which follows Lookback Lens (Chuang et al., 2024), the judge reads the document, the reference and
+    the response, and explains its binary verdict. The paper's judge is GPT-4o; the wording of all prompts is our own.
+    Without a chat template, a summary is the first paragraph of the completion and an answer its first line.
 
-    A response without a word is not shown to the judge. It counts as not accurate, as does one whose verdict cannot
-    be read. Both are reported, as shares of all responses. Of several judges the raw agreement (the share of pairs of
-    equal verdicts, over responses that they saw) and Fleiss' κ are reported too; name a judge twice to see how far it
-    agrees with itself.
+    An empty response is not sent to the judge. It counts as not accurate, and so does a response whose verdict cannot
+    be read. The report has both as fractions of all responses (`empty`, `unreadable`). With several judges it also has
+    the raw agreement (fraction of pairs of judges with equal verdicts, over the responses that they saw) and Fleiss' κ.
+    Name a judge twice to measure its agreement with itself.
 
     Raises:
-        ValueError: there is no judge, or its address is none.
+        ValueError: there is no judge, or its URL is invalid.
     """
 
     def __post_init__(self) -> None:
         if not (self.judge_url and self.judges):
             raise ValueError(
-                "This probe needs a judge: the base address of an OpenAI-compatible endpoint with --judge-url, such as "
-                "http://localhost:8000/v1, and the name of a model there with --judge-model."
+                "This probe needs a judge model: set --judge-url to the base URL of an OpenAI-compatible endpoint, such "
+                "as http://localhost:8000/v1, and --judge-model to the name of a model there."
             )
 
     @cached_property
     def judges(self) -> dict[str, Judge]:
-        """The judges by name; those of the same name are numbered."""
+        """The judges by name. Judges of equal names are numbered."""
         named = {}
         for at, model in enumerate(self.judge_model):
             number = f" ({self.judge_model[: at + 1].count(model)})" if self.judge_model.count(model) > 1 else ""
@@ -82,19 +82,19 @@ class Hallucination(HallucinationSettings, Probe[Document]):
         return "summary" if self.task in SUMMARIES else "answer"
 
     def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, Document]:
-        """The documents that are drawn, cut to `length`."""
+        """Return randomly drawn documents, each cut to `length` tokens."""
         documents = read(self.task, source)
         return {name: self.cut(documents[name], loaded) for name in self.drawn(documents, self.documents, self.task)}
 
     def cut(self, document: Document, loaded: LoadedModel) -> Document:
-        """Its beginning."""
+        """Cut a document to its first `length` tokens."""
         ids = loaded.encode(document.text)
         if len(ids) <= self.length:
             return document
         return replace(document, text=loaded.tokenizer.decode(ids[: self.length]))
 
     def prompt(self, loaded: LoadedModel, document: Document) -> list[int]:
-        """Token ids of the prompt."""
+        """Return the token ids of the prompt."""
         task = "Answer the question from the document alone."
         if not document.question:
             task = "Summarise the document in a few sentences."
@@ -104,13 +104,13 @@ class Hallucination(HallucinationSettings, Probe[Document]):
         return loaded.prefix + loaded.encode(f"{text}\n\n{self.kind.capitalize()}:")
 
     def response(self, completion: str) -> str:
-        """The response in a completion."""
+        """Return the response in a completion."""
         if self.chat:
             return completion.strip()
         return completion.strip().partition("\n\n" if self.kind == "summary" else "\n")[0]
 
     def tokens_at_once(self, loaded: LoadedModel, samples: Mapping[str, Document]) -> int:
-        """The longest prompt and a completion that is cut off."""
+        """Return the tokens of the longest prompt and a completion of `max_tokens`."""
         return max(len(self.prompt(loaded, sample)) for sample in samples.values()) + self.max_tokens
 
     def measure(self, loaded: LoadedModel, samples: Mapping[str, Document]) -> Iterator[Outcome]:
@@ -121,7 +121,7 @@ class Hallucination(HallucinationSettings, Probe[Document]):
             yield self.judged(name, samples[name], self.response(text))
 
     def judged(self, name: str, document: Document, response: str) -> Outcome:
-        """The outcome of a response, with the verdicts of all judges."""
+        """Return the outcome of a response, with the verdicts of all judges."""
         asked = JUDGEMENT.format(
             kind=self.kind,
             document=text_and_question(document),
@@ -141,7 +141,7 @@ class Hallucination(HallucinationSettings, Probe[Document]):
         return Outcome(name, measurements, detail)
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
-        """Averages, and the judges' κ on each model's responses, to the documents of which they saw every model's."""
+        """Return the averages, and Fleiss' κ of each model over the documents for which judges saw all responses."""
         rows = super().rows(measured)
         judged = [{name for name, outcome in outcomes.items() if outcome.detail["verdicts"]} for outcomes in measured]
         shared = sorted(set.intersection(*judged))
@@ -153,7 +153,7 @@ class Hallucination(HallucinationSettings, Probe[Document]):
         return rows
 
     def draw(self, report: Report, figure: Any) -> None:
-        """Accuracy in the eyes of each judge, a bar for each model."""
+        """Draw the accuracy according to each judge, a bar for each model."""
         (axes,) = panels(figure, 1)
         judges = list(self.judges)
         bars(axes, judges, report.points("accuracy", [report.select(judge=judge)[0] for judge in judges]))

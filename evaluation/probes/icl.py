@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Many-shot classification: accuracy with more and more demonstrations in the context."""
+"""Many-shot classification: accuracy by the number of demonstrations in the context."""
 
 import random
 from abc import abstractmethod
@@ -17,44 +17,44 @@ from diffllama.evaluation.settings import InContextSettings, ManyShotSettings
 
 
 SEPARATOR = "\n==\n"
-"""Between demonstrations. Every answer ends in it, so that no answer begins with another."""
+"""Separates demonstrations. It ends every answer, so that no answer is the beginning of another."""
 
 
 @dataclass(frozen=True)
 class Trial(Prompt):
-    """A prompt of a condition, and the class that is right."""
+    """A prompt, its condition, and its correct class."""
 
     condition: Condition
     label: str
 
 
 class InContext(InContextSettings, Probe[Trial]):
-    """Classification of test questions after demonstrations, training examples of the same data set.
+    """Classification of test questions after demonstrations, which are training examples of the same data set.
 
     Prompts and decoding are those of Bertsch et al. (arXiv 2405.00200), whose protocol the paper follows: `Question: …`
-    and `Type: …` for each demonstration, at the end a question without its type, and greedy decoding that is
-    constrained to the classes' names. Each demonstration is tokenised by itself. Training examples whose text is also a
-    test question are left out. CLINC150 is used without its texts that are out of scope.
+    and `Type: …` for each demonstration, then a question without its type, and greedy decoding constrained to the names
+    of the classes. Each demonstration is tokenised separately. Training examples whose text is also a test question are
+    left out, and so are CLINC150's out-of-scope texts.
     """
 
     @property
     def dataset(self) -> str:
-        """TREC is one data set, with whichever classes."""
+        """Name of the data in `find`: the same for both tasks of TREC."""
         return self.task.removesuffix("-fine")
 
     @abstractmethod
     def choose(self, train: list[Example]) -> Sequence[Example]:
-        """Training examples in the order in which they are taken for demonstrations, as long as they fit."""
+        """Order the training examples. The first ones that fit become the demonstrations."""
 
     @abstractmethod
     def arrange(self, demonstrations: list[Example]) -> Iterator[tuple[Condition, Sequence[Example]]]:
-        """Demonstrations as they stand in each condition's context."""
+        """Yield each condition and the demonstrations of its context, in order."""
 
     def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, Trial]:
-        """Every test question in every condition.
+        """Return every drawn test question in every condition.
 
         Raises:
-            ValueError: not even one demonstration fits.
+            ValueError: no demonstration fits into `length` tokens.
         """
         train, test = read_examples(self.task, source)
         words = TASKS[self.task]
@@ -76,7 +76,7 @@ class InContext(InContextSettings, Probe[Trial]):
                 break
             demonstrations.append(example)
         if not demonstrations:
-            raise ValueError(f"No demonstration fits into {self.length:,} tokens. Ask for more with --length.")
+            raise ValueError(f"No demonstration fits into {self.length:,} tokens. Raise --length.")
         trials = {}
         for condition, arranged in self.arrange(demonstrations):
             context = loaded.prefix + [token for example in arranged for token in ids[example]]
@@ -86,7 +86,7 @@ class InContext(InContextSettings, Probe[Trial]):
         return trials
 
     def measure(self, loaded: LoadedModel, samples: Mapping[str, Trial]) -> Iterator[Outcome]:
-        """Accuracy: 1 for the right class, 0 for another."""
+        """Classify the questions. Accuracy is 1 for the correct class, else 0."""
         for name, answer in classify(loaded, samples):
             trial = samples[name]
             accuracy = Measurement(trial.condition, {"accuracy": answer == trial.label})
@@ -94,25 +94,25 @@ class InContext(InContextSettings, Probe[Trial]):
 
 
 class ManyShot(ManyShotSettings, InContext):
-    """Accuracy with 1, 2, 4, … demonstrations, and with as many as fit into the length.
+    """Accuracy with 1, 2, 4, … demonstrations, and with as many as fit into `length` tokens.
 
-    Demonstrations are drawn at random, not balanced by class, and a larger number begins with those of a smaller one.
-    There is one draw for each seed: intervals are over test questions, and the draw matters much where demonstrations
-    are few. The paper does not say how it draws.
+    Demonstrations are drawn at random, not balanced by class. A larger number begins with the demonstrations of a
+    smaller one. Each seed makes one draw, which has a large effect if demonstrations are few; intervals are over test
+    questions only. The paper does not say how it draws.
     """
 
     def choose(self, train: list[Example]) -> Sequence[Example]:
-        """All in a random order."""
+        """Return all examples in a random order."""
         return random.Random(f"{self.seed}:demonstrations").sample(train, len(train))
 
     def arrange(self, demonstrations: list[Example]) -> Iterator[tuple[Condition, Sequence[Example]]]:
-        """The first 1, 2, 4, …, and all."""
+        """Yield the first 1, 2, 4, … demonstrations, and all of them."""
         count = len(demonstrations)
         for shots in [2**power for power in range(count.bit_length()) if 2**power < count] + [count]:
             yield {"task": self.task, "shots": shots}, demonstrations[:shots]
 
     def draw(self, report: Report, figure: Any) -> None:
-        """One line a model, over demonstrations on a logarithmic axis."""
+        """Draw one line per model, over the number of demonstrations on a logarithmic axis."""
         (axes,) = panels(figure, 1)
         shots = [row["condition"]["shots"] for row in report.rows]
         lines(axes, shots, report.points("accuracy"))

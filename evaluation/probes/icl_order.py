@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Order of demonstrations: how far the accuracy of a classification depends on it."""
+"""Robustness of classification accuracy to the order of the demonstrations."""
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,12 +18,12 @@ from diffllama.evaluation.settings import ShotOrderSettings
 
 
 def shuffled(examples: Sequence[Example], draw: random.Random) -> list[Example]:
-    """All of them in a random order."""
+    """Return all examples in a random order."""
     return draw.sample(examples, len(examples))
 
 
 def by_class(examples: Sequence[Example], draw: random.Random) -> list[list[Example]]:
-    """The examples of each class, and the classes, in a random order."""
+    """Group examples by class. Classes, and the examples of each, are in a random order."""
     classes: dict[str, list[Example]] = {}
     for example in shuffled(examples, draw):
         classes.setdefault(example.label, []).append(example)
@@ -31,9 +31,9 @@ def by_class(examples: Sequence[Example], draw: random.Random) -> list[list[Exam
 
 
 def alternate(examples: Sequence[Example], draw: random.Random) -> list[Example]:
-    """Each class at equal distances, its first example at a random place within the first distance.
+    """Space each class's examples equally, starting at a random offset within the first interval.
 
-    Where all classes have equally many, one of each comes in turn, in the same order in every round.
+    If all classes have equally many examples, they alternate in the same order in every round.
     """
     places = []
     for members in by_class(examples, draw):
@@ -43,19 +43,20 @@ def alternate(examples: Sequence[Example], draw: random.Random) -> list[Example]
 
 
 def answers(outcomes: Mapping[str, Outcome], condition: Condition) -> np.ndarray:
-    """The accuracies in a condition, order by order; every order has the questions in the same order."""
+    """Return the accuracies in a condition, order by order; every order has the same sequence of questions."""
     measurements = [measurement for outcome in outcomes.values() for measurement in outcome.measurements]
-    return np.array([one.values["accuracy"] for one in measurements if condition.items() <= one.condition.items()])
+    matching = [item for item in measurements if condition.items() <= item.condition.items()]
+    return np.array([measurement.values["accuracy"] for measurement in matching])
 
 
 def spread(accuracies: np.ndarray) -> dict[str, np.ndarray]:
-    """Of accuracies [..., orders]: the best, the worst, and how far these lie apart, each [...]."""
+    """Compute the best and worst of accuracies [..., orders] and their difference, the margin: each [...]."""
     best, worst = accuracies.max(-1), accuracies.min(-1)
     return {"best": best, "worst": worst, "margin": best - worst}
 
 
 def by_chance(correct: np.ndarray, seed: int) -> float:
-    """The average margin of answers [orders, questions], each question's shuffled among the orders."""
+    """Compute the mean margin of answers [orders, questions] after shuffling each question's among the orders."""
     draw = np.random.default_rng(seed)
     return float(np.mean([spread(draw.permuted(correct, axis=0).mean(1))["margin"] for _ in range(RESAMPLES)]))
 
@@ -63,22 +64,22 @@ def by_chance(correct: np.ndarray, seed: int) -> float:
 class ShotOrder(ShotOrderSettings, InContext):
     """Accuracy over permutations of the same demonstrations, in random order and alternating by class.
 
-    Demonstrations are as many as fit into the length, as nearly as possible equally many of each class. Both
-    arrangements have the same ones: `random` shuffles them, in `alternating` classes take turns (see `alternate`). The
-    paper does not say how it chooses them, nor how many there are.
+    As many demonstrations as fit into `length` tokens are used, balanced by class as far as possible. Both arrangements
+    use the same ones: `random` shuffles them, `alternating` alternates the classes (see `alternate`). The paper does
+    not say how it chooses demonstrations, or how many it uses.
 
-    The best and the worst of several orders lie apart even if the order has no effect, the farther the fewer the
-    questions: `chance` is the margin that is left, on average, when every question's answers are shuffled among the
-    orders. The interval of the accuracy is over test questions. Extremes have none, for resampling drives them apart.
+    Best and worst accuracy differ even if the order has no effect, and more so with fewer questions. `chance` is the
+    mean margin after shuffling every question's answers among the orders. The interval of the accuracy is over test
+    questions. Best, worst and margin have no interval, because resampling widens the margin.
     """
 
     def choose(self, train: list[Example]) -> Sequence[Example]:
-        """One of each class in turn; a class that has no more is passed over."""
+        """Take one example of each class in turn, skipping classes that have no more."""
         turns = zip_longest(*by_class(train, random.Random(f"{self.seed}:demonstrations")))
         return [example for turn in turns for example in turn if example]
 
     def arrange(self, demonstrations: list[Example]) -> Iterator[tuple[Condition, Sequence[Example]]]:
-        """Permutations of both arrangements."""
+        """Yield the permutations of both arrangements."""
         for name, permute in (("random", shuffled), ("alternating", alternate)):
             for order in range(self.orders):
                 draw = random.Random(f"{self.seed}:{name}:{order}")
@@ -86,17 +87,20 @@ class ShotOrder(ShotOrderSettings, InContext):
                 yield condition, permute(demonstrations, draw)
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
-        """One for each arrangement; its `orders` are, for each model, the accuracy of every order.
+        """Return one row per arrangement. `orders` has each model's accuracy in every order.
 
         Raises:
-            ValueError: two models have different numbers of demonstrations.
+            ValueError: different numbers of demonstrations fit for the two models.
         """
         by_question = [
             averages_over("order", outcomes, lambda name, _: name.rpartition(", question ")[2]) for outcomes in measured
         ]
         rows = super().rows(by_question)
         if not rows:
-            raise ValueError("The models' tokenizers fit different numbers of demonstrations: measure them apart.")
+            raise ValueError(
+                "Different numbers of demonstrations fit with the tokenizers of the two models. Measure each alone, "
+                "without --compare."
+            )
         for row in rows:
             correct = [answers(outcomes, row["condition"]).reshape(self.orders, -1) for outcomes in measured]
             row["orders"] = [by_order.mean(1).tolist() for by_order in correct]
@@ -109,7 +113,7 @@ class ShotOrder(ShotOrderSettings, InContext):
         return rows
 
     def draw(self, report: Report, figure: Any) -> None:
-        """A panel for each arrangement: a dot for each order, lines at each model's best and worst."""
+        """Draw a panel for each arrangement: a dot for each order, lines at each model's best and worst."""
         both = panels(figure, len(report.rows), width=4.2)
         both[1].sharey(both[0])
         for axes, row in zip(both, report.rows, strict=True):

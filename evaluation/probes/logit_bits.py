@@ -23,20 +23,20 @@ from diffllama.modeling_diff.differential_attention import at_least_float32
 
 
 BITS = (16, 8, 6, 4)
-"""As in the paper, where 16 bits are the model as it is."""
+"""Numbers of bits, as in the paper. 16 bits is the unquantised model."""
 
 ITEMS_AT_ONCE = 128
-"""Items scored before their outcomes are stored: enough for batches of answers of equal length."""
+"""Items scored before their outcomes are stored. Many items make large batches of answers of equal length."""
 
 
 def quantised(values: torch.Tensor, largest: torch.Tensor, bits: int) -> torch.Tensor:
-    """Values rounded to the 2^bits - 1 levels from -`largest` to `largest` that are symmetric about 0."""
+    """Round values to 2^bits - 1 equidistant levels from -`largest` to `largest`."""
     step = largest.clamp_min(1e-30) / (2 ** (bits - 1) - 1)
     return (values / step).round() * step
 
 
 def quantised_attention(call: AttentionCall, bits: int) -> torch.Tensor:
-    """The call's output [b, n, H, D] with its logits quantised, of each sequence by their own largest magnitude."""
+    """Compute the call's output [b, n, H, D] with logits quantised by each sequence's own largest magnitude."""
     dtype = at_least_float32(call.query.dtype)
     largest = torch.stack(
         [
@@ -51,7 +51,7 @@ def quantised_attention(call: AttentionCall, bits: int) -> torch.Tensor:
 
 
 def log_likelihoods(loaded: LoadedModel, items: Sequence[Item], bits: int, batch_tokens: int) -> list[list[float]]:
-    """Log-likelihoods of each item's answers, with attention logits of so many bits."""
+    """Compute the log-likelihoods of each item's answers, with attention logits quantised to `bits` bits."""
     pairs = {
         (item.id, at): pair
         for item in items
@@ -63,28 +63,28 @@ def log_likelihoods(loaded: LoadedModel, items: Sequence[Item], bits: int, batch
 
 
 class LogitBits(LogitBitsSettings, Probe[Item]):
-    """Zero-shot accuracy of multiple choice with the attention logits quantised dynamically, after training.
+    """Zero-shot multiple-choice accuracy with dynamic post-training quantisation of the attention logits.
 
     Logits are the scaled scores before the softmax. Absmax quantisation to b bits divides them by their largest
-    magnitude, multiplies by 2^(b-1) - 1 and rounds; the softmax takes them multiplied back, in float32. What the paper
-    leaves open: the largest magnitude is that of all logits of a layer, over all heads (both maps of a differential
-    head) and all pairs of a query and a key that it sees, of one sequence at a time.
+    magnitude, multiplies by 2^(b-1) - 1 and rounds; they are scaled back before the softmax, in float32. The paper does
+    not define the largest magnitude. Here it is that of all logits of a layer in one sequence: over all heads (both
+    maps of a differential head) and all pairs of a query and a key that it sees.
 
-    `acc` counts the answer whose tokens have the largest sum of log-probabilities, `acc_norm` that sum divided by the
-    answer's characters, as the LM Evaluation Harness does.
+    As in the LM Evaluation Harness, `acc` takes the answer with the largest sum of log-probabilities, `acc_norm` that
+    with the largest sum per character.
     """
 
     @property
     def dataset(self) -> str:
-        """The task's data."""
+        """Name of the data in `find`."""
         return dataset_name(self.task)
 
     def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, Item]:
-        """Questions by their id."""
+        """Return randomly drawn questions by their id."""
         return {item.id: item for item in self.drawn(read(self.task, source), self.items, self.task)}
 
     def tokens_at_once(self, loaded: LoadedModel, samples: Mapping[str, Item]) -> int:
-        """The longest answer with its question."""
+        """Return the tokens of the longest question with its answer."""
         texts = (pair for item in samples.values() for pair in zip(item.contexts, item.continuations, strict=True))
         return len(loaded.prefix) + max(len(loaded.encode("".join(pair))) for pair in texts)
 
@@ -106,7 +106,7 @@ class LogitBits(LogitBitsSettings, Probe[Item]):
                 yield Outcome(item.id, measurements, detail)
 
     def draw(self, report: Report, figure: Any) -> None:
-        """A line for each model over the bits, beside the accuracy of guessing."""
+        """Draw a line for each model over the bits, and the accuracy of guessing."""
         guessed = [1 / len(outcome.detail["log_likelihoods"]["16"]) for outcome in report.outcomes[0].values()]
         titles = {"acc": "sums of log-probabilities", "acc_norm": "sums divided by characters"}
         for axes, (metric, title) in zip(panels(figure, len(titles)), titles.items(), strict=True):

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Word problems of mathematics: how many a model solves, and how long its reasoning is."""
+"""Mathematical word problems: accuracy and length of the reasoning."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,29 +26,28 @@ from diffllama.evaluation.settings import MathSettings
 class Math(MathSettings, Probe[Problem]):
     r"""Accuracy and length of the reasoning, by greedy generation.
 
-    The prompts are ours. A problem follows four worked examples, each with `Question:` and `Answer:`, and its
-    completion ends before the next "Question:". Or it is, with `chat`, a user's message with the instruction to put
-    the answer within `\boxed{}`, as models are asked that are fine-tuned on long reasoning. The answer is read from
-    the last `\boxed{}`, else from the last "answer is", else it is the last number.
+    The prompts are our own. A problem follows worked examples, four by default, with `Question:` and `Answer:`, and its
+    completion ends before the next "Question:". With `chat`, the problem is a user message with the instruction to put
+    the answer within `\boxed{}`, the usual prompt of models fine-tuned on long reasoning. The answer is read from the
+    last `\boxed{}`, else from the last "answer is", else it is the last number.
 
-    The length is that of the text before the answer, in tokens of the model's own tokenizer, or of all of the
-    completion if no answer is stated: a completion that `max_tokens` cuts off is as long as that. Beside those of all
-    problems stand the averages over the problems that were solved, and that were missed; of two models, over those
-    that both solved, and that both missed.
+    The length is that of the text before the answer, in tokens of the model's own tokenizer. If the completion states
+    no answer, for example because `max_tokens` cuts it off, the whole completion counts. The report has averages over
+    all problems, over the solved and over the missed ones; with two models, over those that both solved or both missed.
     """
 
     @property
     def dataset(self) -> str:
-        """The task's folder."""
+        """Name of the data in `find`."""
         return FOLDERS.get(self.task, self.task)
 
     def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, Problem]:
-        """The problems that are drawn."""
+        """Return randomly drawn problems by name."""
         problems = read(self.task, source)
         return {name: problems[name] for name in self.drawn(problems, self.problems, "math")}
 
     def prompt(self, loaded: LoadedModel, problem: Problem) -> list[int]:
-        """Token ids of the prompt."""
+        """Return the token ids of the prompt."""
         if self.chat:
             return loaded.chat(problem.question + INSTRUCTION)
         examples = (LATEX if self.task == "math" else WORDS)[: self.shots]
@@ -56,7 +55,7 @@ class Math(MathSettings, Probe[Problem]):
         return loaded.prefix + loaded.encode("".join(texts) + f"Question: {problem.question}\nAnswer:")
 
     def tokens_at_once(self, loaded: LoadedModel, samples: Mapping[str, Problem]) -> int:
-        """The longest prompt and a completion that is cut off."""
+        """Return the tokens of the longest prompt and a completion of `max_tokens`."""
         return max(len(self.prompt(loaded, sample)) for sample in samples.values()) + self.max_tokens
 
     def measure(self, loaded: LoadedModel, samples: Mapping[str, Problem]) -> Iterator[Outcome]:
@@ -75,7 +74,7 @@ class Math(MathSettings, Probe[Problem]):
             yield Outcome(name, measurements, {"completion": text, "answer": answer.text, "right": right})
 
     def draw(self, report: Report, figure: Any) -> None:
-        """Shares of all problems, and lengths by kind of problem; a bar for each model."""
+        """Draw fractions of all problems, and lengths of all, solved and missed problems; a bar for each model."""
         share, length = panels(figure, 2)
         rows = {row["condition"]["problems"]: row for row in report.rows}
         shares = {"accuracy": "solved", "stated": "with a stated answer"}
@@ -86,5 +85,5 @@ class Math(MathSettings, Probe[Problem]):
         share.set_ylim(0, 1.3)  # room for the legend
         share.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
         finish(share, "", "share of problems", self.task)
-        length.margins(y=0.25)  # likewise
+        length.margins(y=0.25)  # room for the legend
         finish(length, "problems", "tokens of reasoning")

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A differential model and its matched Transformer, with random weights, made for a probe."""
+"""Base class of probes that build a differential model and its matched Transformer, with random weights."""
 
 from functools import partial
 from typing import Any
@@ -24,14 +24,14 @@ SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 128,
 }
-"""A V1 for a laptop."""
+"""A V1 model that a laptop can train."""
 
 Pair = dict[str, PreTrainedModel]
-"""The models called transformer and diff."""
+"""The models by the names `transformer` and `diff`."""
 
 
 class ModelPairProbe(ModelPairSettings, Probe[S]):
-    """Measures a pair of models that it makes itself."""
+    """Measures a pair of models that it builds itself."""
 
     @property
     def place(self) -> torch.device:
@@ -40,11 +40,11 @@ class ModelPairProbe(ModelPairSettings, Probe[S]):
 
     @property
     def labels(self) -> dict[str, str]:
-        """What figures call the models."""
+        """The models' names in figures."""
         return {"transformer": "Transformer", "diff": f"DIFF {self.configs()['diff'].diff_variant.upper()}"}
 
     def configs(self, **fields: Any) -> dict[str, PretrainedConfig]:
-        """Configurations of the two models, with these fields replaced."""
+        """Return the configurations of the two models, with `fields` replaced."""
         make = partial(partial(preset, self.size) if self.size else partial(DiffLlamaConfig, **SMALL), **fields)
         diff = make()
         if self.variant == "v2" and diff.diff_variant == "v1":
@@ -54,7 +54,7 @@ class ModelPairProbe(ModelPairSettings, Probe[S]):
         return {"transformer": baseline(diff), "diff": diff}
 
     def pair(self, dtype: str, **fields: Any) -> ModelSpec:
-        """Both models, with weights drawn from the same seed and these fields replaced."""
+        """Return a spec of both models, with weights drawn from the same seed and `fields` replaced."""
         configs = self.configs(**fields)
 
         def build(config: PretrainedConfig) -> PreTrainedModel:

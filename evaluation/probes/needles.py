@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Retrieve the magic numbers of cities from long texts."""
+"""Multi-needle retrieval: find cities' magic numbers in long texts."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,24 +21,24 @@ from diffllama.evaluation.settings import NeedlesSettings
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt, and the condition of its answer."""
+    """A prompt and its condition."""
 
     prompt: Prompt
     condition: dict[str, Any]
 
 
 class Needles(NeedlesSettings, Probe[Task]):
-    """Multi-needle retrieval: N cities get magic numbers in a text, R of them are asked for.
+    """Multi-needle retrieval: a text gives N cities magic numbers, and the question asks for R of them.
 
-    The first requested number stands at the depth of its condition, the others anywhere. The score of an answer is the
-    fraction of the R requested numbers in its first line. Generation is greedy and without a chat template: the prompt
-    ends where the answer begins.
+    The first requested needle is at the condition's depth, the others are at random depths. The accuracy is the
+    fraction of the R requested numbers found in the first line of the answer. Generation is greedy, without a chat
+    template: the prompt ends with the beginning of the answer.
     """
 
     dataset: ClassVar[str] = "novels"
 
     def pairs(self) -> dict[str, tuple[int, int]]:
-        """N and R of each entry of `needles`.
+        """Return N and R of each entry of `needles`.
 
         Raises:
             ValueError: an entry is not `R_of_N`.
@@ -55,7 +55,7 @@ class Needles(NeedlesSettings, Probe[Task]):
         return pairs
 
     def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, Task]:
-        """Prompts: the same text, cities and numbers at every depth."""
+        """Return prompts, with the same text, cities and numbers at every depth."""
         pairs = self.pairs()
         haystack = Haystack(texts(source).values(), loaded, max(self.length))
         return {
@@ -76,11 +76,11 @@ class Needles(NeedlesSettings, Probe[Task]):
         }
 
     def answer_tokens(self, loaded: LoadedModel, queries: int) -> int:
-        """Most tokens of an answer with so many numbers."""
+        """Return the maximum number of tokens of an answer with `queries` numbers."""
         return queries * len(loaded.encode(" 1234567 and")) + 4
 
     def tokens_at_once(self, loaded: LoadedModel, samples: Mapping[str, Task]) -> int:
-        """The longest prompt and the longest answer."""
+        """Return the tokens of the longest prompt and the longest answer."""
         return max(self.length) + max(self.answer_tokens(loaded, queries) for _, queries in self.pairs().values())
 
     def measure(self, loaded: LoadedModel, samples: Mapping[str, Task]) -> Iterator[Outcome]:
@@ -98,7 +98,7 @@ class Needles(NeedlesSettings, Probe[Task]):
                 yield Outcome(name, [accuracy], {"answer": text, "numbers": prompt.numbers})
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
-        """Averages of the conditions, then over depths, where a sample is one text at all of them."""
+        """Return averages of each condition, then over all depths, where a sample is one text at every depth."""
         texts = [
             averages_over("depth", outcomes, lambda name, outcome: str(outcome.detail["numbers"]))
             for outcomes in measured
@@ -109,7 +109,7 @@ class Needles(NeedlesSettings, Probe[Task]):
         return super().rows(measured) + everywhere
 
     def draw(self, report: Report, figure: Any) -> None:
-        """Depth × length heat maps, a row for each entry of `needles` and a column for each model."""
+        """Draw depth × length heat maps, a row for each entry of `needles` and a column for each model."""
         models, entries = len(report.names), len(self.needles)
         grid = panels(figure, entries * models, 1.5 + 0.9 * len(self.length), rows=entries)
         for axes, (entry, model) in zip(grid, product(self.needles, range(models)), strict=True):

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Activation outliers: the largest attention logits and hidden states, beside their median."""
+"""Activation outliers: the largest attention logits and hidden states, and their medians."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -25,7 +25,7 @@ RANKS = (1, 2, 3, 10, 100)
 KINDS = ("attention logits", "hidden states")
 
 DROPPED_BITS = 16
-"""Last bits of a float32 that the histogram ignores: the sign, 8 bits of exponent and 7 of mantissa are left."""
+"""Low bits of a float32 that the histogram ignores: it keeps the sign, 8 bits of exponent and 7 of mantissa."""
 
 BINS = 1 << (31 - DROPPED_BITS)
 
@@ -34,45 +34,45 @@ class Magnitudes:
     """The largest of many absolute values, and a histogram by leading bits.
 
     Attributes:
-        top: the largest, at most `max(RANKS)` of them, in descending order; exact, in float32.
-        counts: how many values have each of the leading bits, [BINS].
+        top: the largest values, at most `max(RANKS)`, in descending order; exact, in float32.
+        counts: number of values by leading bits, [BINS].
     """
 
     def __init__(self, top: Sequence[float] = (), bits: Sequence[int] = (), counts: Sequence[int] = ()) -> None:
-        self.top = torch.tensor([float(value) for value in top])  # infinity is kept as a text
+        self.top = torch.tensor([float(value) for value in top])  # infinity is stored as a string
         self.counts = torch.zeros(BINS, dtype=torch.int64)
         self.counts[torch.tensor(bits, dtype=torch.int64)] = torch.tensor(counts, dtype=torch.int64)
 
     def add(self, values: torch.Tensor) -> None:
-        """Adds values of any shape."""
+        """Add values of any shape."""
         values = values.abs().float().flatten()
         top = values.topk(min(max(RANKS), len(values))).values
         self.merge(top.cpu(), torch.bincount(values.view(torch.int32) >> DROPPED_BITS, minlength=BINS).cpu())
 
     def merge(self, top: torch.Tensor, counts: torch.Tensor) -> None:
-        """Adds the magnitudes with this `top` and these `counts`."""
+        """Add other magnitudes, given their `top` and `counts`."""
         self.top = torch.cat((self.top, top)).sort(descending=True).values[: max(RANKS)]
         self.counts += counts
 
     @property
     def median(self) -> float:
-        """The lower median to 0.4 % (2**-8): the middle of the values with its leading bits."""
+        """Lower median to within 0.4 % (2**-8): the middle of the histogram's bin that contains it."""
         bits = int((2 * self.counts.cumsum(0) < self.counts.sum()).sum())
         middle = (bits << DROPPED_BITS) + (1 << (DROPPED_BITS - 1))
         return torch.tensor(middle, dtype=torch.int32).view(torch.float32).item()
 
     def values(self) -> dict[str, float]:
-        """The numbers of the report, of at least `max(RANKS)` values."""
+        """Return the report's metrics. Needs at least `max(RANKS)` values."""
         return {f"top-{rank}": self.top[rank - 1].item() for rank in RANKS} | {"median": self.median}
 
     def detail(self) -> dict[str, list[Any]]:
-        """For JSON: the arguments that recreate it."""
+        """Return the arguments that recreate this object, for JSON."""
         bits = self.counts.nonzero()[:, 0]
         return {"top": self.top.tolist(), "bits": bits.tolist(), "counts": self.counts[bits].tolist()}
 
 
 def magnitudes(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, Magnitudes]:
-    """Of all attention logits and all layers' outputs, for token ids [1, n]; in blocks of queries, layer by layer."""
+    """Compute the magnitudes of all attention logits and all layers' outputs for token ids [1, n]."""
     logits, states = Magnitudes(), Magnitudes()
 
     def look(call: AttentionCall) -> None:
@@ -96,21 +96,26 @@ def magnitudes(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, Magnitude
 class Outliers(OutliersSettings, Probe[list[int]]):
     """Largest magnitudes and median of attention logits and hidden states.
 
-    Attention logits are |q·k| · scaling of every layer and head, in a differential one of both maps, for every pair of
-    a query and a key that it sees. Hidden states are all elements of every layer's output, after both residuals. So
-    say the authors (microsoft/unilm, issue 1666). The paper does not say how its text is cut. Here it is in pieces of
-    equal length, each after the tokenizer's token of beginning: the first of every text, then the second, and so on.
+    Attention logits are |q·k| · scaling for every pair of a query and a key that it sees, in every layer and head (in
+    both maps of a differential head). Hidden states are all elements of every layer's output, after both residual
+    connections. Both definitions are the authors' (microsoft/unilm, issue 1666). The paper does not say how it cuts its
+    text. Here texts are cut into sequences of equal length, each after the BOS token: the first sequence of every text,
+    then the second, and so on.
 
-    The largest are exact, the median to 0.4 %. There are no bootstrap intervals, for no resample has a value larger
-    than the largest. One large key makes a large logit with every query that sees it: all of them count. So do both
-    maps of a head: of an exact conversion every logit comes twice, and its top-2 is the original's top-1.
+    The largest values are exact, the median to within 0.4 %. There are no bootstrap intervals, because no resample
+    exceeds the maximum. A large key gives a large logit with every query that sees it, and all of them count. So do
+    both maps of a head: an exact conversion has every logit twice, so its top-2 is the original's top-1.
     """
 
     dataset: ClassVar[str] = "novels"
     intervals: ClassVar[bool] = False
 
     def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, list[int]]:
-        """Pieces of texts, as token ids."""
+        """Return sequences from the texts, as token ids.
+
+        Raises:
+            ValueError: no text has `length` tokens.
+        """
         long_texts, pieces, size = texts(source), -(-self.tokens // self.length), self.length - len(loaded.prefix)
         each = -(-pieces // len(long_texts))
         ids = {name: loaded.encode(text[: 16 * size * each]) for name, text in long_texts.items()}
@@ -121,17 +126,17 @@ class Outliers(OutliersSettings, Probe[list[int]]):
             if start + size <= len(ids[name])
         }
         if not samples:
-            raise ValueError(f"No text in {source.path} has {self.length:,} tokens. Ask for fewer with --length.")
+            raise ValueError(f"No text in {source.path} has {self.length:,} tokens. Lower --length.")
         return dict(islice(samples.items(), pieces))
 
     def measure(self, loaded: LoadedModel, samples: Mapping[str, list[int]]) -> Iterator[Outcome]:
-        """The magnitudes of each piece, which `rows` adds up."""
+        """Compute the magnitudes of each sequence, which `rows` adds up."""
         for name, ids in samples.items():
             by_kind = magnitudes(loaded.model, loaded.tensor(ids))
             yield Outcome(name, [], {kind: kind_magnitudes.detail() for kind, kind_magnitudes in by_kind.items()})
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
-        """A row for each kind of activation, of all pieces together."""
+        """Return one row per kind of activation, for all sequences together."""
         together = []
         for outcomes in measured:
             numbers = {kind: magnitudes.values() for kind, magnitudes in totals(outcomes).items()}
@@ -140,11 +145,11 @@ class Outliers(OutliersSettings, Probe[list[int]]):
         return [row | {"samples": len(measured[0])} for row in super().rows(together)]
 
     def draw(self, report: Report, figure: Any) -> None:
-        """Magnitudes by rank, and the median as a dashed line, for each kind of activation."""
+        """Draw magnitudes by rank, and the median as a dashed line, for each kind of activation."""
         by_model = {name: totals(outcomes) for name, outcomes in zip(report.names, report.outcomes, strict=True)}
         for axes, kind in zip(panels(figure, len(KINDS)), KINDS, strict=True):
             for index, (name, kinds) in enumerate(by_model.items()):
-                style: dict[str, Any] = {"color": COLOURS[index], "linewidth": 3 / (index + 1)}  # equal ones: both seen
+                style: dict[str, Any] = {"color": COLOURS[index], "linewidth": 3 / (index + 1)}  # so that both of equal lines show
                 axes.plot(range(1, max(RANKS) + 1), kinds[kind].top, **style, label=f"{name}, largest")
                 axes.axhline(kinds[kind].median, **style, linestyle="--", label=f"{name}, median")
             axes.set_xscale("log")
@@ -156,7 +161,7 @@ class Outliers(OutliersSettings, Probe[list[int]]):
 
 
 def totals(outcomes: Mapping[str, Outcome]) -> dict[str, Magnitudes]:
-    """The magnitudes of all samples of a model, by kind of activation."""
+    """Add up the magnitudes of all samples of a model, by kind of activation."""
     totals = {kind: Magnitudes() for kind in KINDS}
     for outcome in outcomes.values():
         for kind, total in totals.items():

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Loss of tokens that repeat an n-gram of their context, and of other tokens."""
+"""Loss of tokens that repeat an n-gram of their context (associative recall), and of all other tokens."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,19 +22,19 @@ SLICES = ("AR-hit", "others", "all")
 
 
 def ngrams(ids: Sequence[int], n: int) -> Iterator[tuple[int, ...]]:
-    """All n neighbours, in order, overlapping."""
+    """Return all overlapping n-grams, in order."""
     return zip(*(ids[start:] for start in range(n)), strict=False)
 
 
 def repeated(ids: Sequence[int], n: int) -> dict[int, tuple[int, ...]]:
-    """N-grams that have been in the sequence before, overlapping or not, by the position of their last token."""
+    """Return the n-grams that occurred earlier in the sequence, overlapping or not, by the position of their end."""
     first: dict[tuple[int, ...], int] = {}
     return {at: gram for at, gram in enumerate(ngrams(ids, n), n - 1) if first.setdefault(gram, at) < at}
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text's token ids, and the positions of those that count as recalled."""
+    """A text's token ids, and the positions of its AR-hits."""
 
     ids: list[int]
     hits: list[int]
@@ -43,18 +43,18 @@ class Text:
 class Recall(RecallSettings, LongTextProbe[Text]):
     """Average negative log-likelihood of slices of the tokens, after Zoology (arXiv 2312.04927).
 
-    AR-hit (associative recall): the token is the last of an n-gram that the same text has shown before. Others: all
-    other tokens but the first, which nothing predicts. Zoology counts as others also what is the last of an n-gram
-    that is frequent in the training text (more than 1,250 times there), since a model may know it by heart. No
-    training text is known here: with `frequent`, the data's other texts, whole, are counted in its stead. Averages are
-    over tokens; their intervals come from resampling the texts.
+    AR-hit (associative recall): the token ends an n-gram that occurred earlier in the same text. Others: all other
+    tokens but the first, which nothing predicts. Zoology also counts as others the tokens that end an n-gram found more
+    than 1,250 times in the training text, because a model may have memorised it. Here the training text is unknown:
+    with `frequent`, occurrences are counted in the data's other texts instead. Averages are over tokens; their
+    intervals come from resampling the texts.
     """
 
     def samples(self, source: Source, loaded: LoadedModel) -> Mapping[str, Text]:
-        """The beginnings of texts, and where they repeat an n-gram.
+        """Return the beginnings of texts, and where they repeat an n-gram.
 
         Raises:
-            ValueError: n-grams are to be counted, and there are no other texts.
+            ValueError: `frequent` is set, and there are no other texts to count in.
         """
         beginnings = self.beginnings(source, loaded)
         repetitions = {name: repeated(ids, self.n) for name, ids in beginnings.items()}
@@ -62,7 +62,7 @@ class Recall(RecallSettings, LongTextProbe[Text]):
         if self.frequent is not None:
             others = [text for name, text in texts(source).items() if name not in beginnings]
             if not others:
-                raise ValueError(f"--frequent needs texts besides the {len(beginnings)} measured: lower --texts.")
+                raise ValueError(f"--frequent needs other texts than the {len(beginnings)} measured. Lower --texts.")
             wanted = {gram for grams in repetitions.values() for gram in grams.values()}
             counts = Counter(gram for text in others for gram in ngrams(loaded.encode(text), self.n) if gram in wanted)
             common = {gram for gram, count in counts.items() if count > self.frequent}
@@ -72,7 +72,7 @@ class Recall(RecallSettings, LongTextProbe[Text]):
         }
 
     def measure(self, loaded: LoadedModel, samples: Mapping[str, Text]) -> Iterator[Outcome]:
-        """Averages each slice of a text, weighted by its number of tokens."""
+        """Average each slice of a text, weighted by its number of tokens."""
         for name, text in samples.items():
             losses = -token_log_probs(loaded.model, loaded.tensor(text.ids)).double()
             hit = torch.zeros(len(text.ids), dtype=torch.bool)
@@ -86,7 +86,7 @@ class Recall(RecallSettings, LongTextProbe[Text]):
             yield Outcome(name, measurements)
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
-        """Averages, and as `tokens` the number of tokens behind them."""
+        """Return the averages, with the number of averaged tokens as `tokens`."""
         rows = super().rows(measured)
         for row in rows:
             weights = [
@@ -98,13 +98,13 @@ class Recall(RecallSettings, LongTextProbe[Text]):
                 }
                 for texts in measured
             ]
-            shared = set.intersection(*map(set, weights))  # of which the averages are
+            shared = set.intersection(*map(set, weights))  # the averages are over these texts
             for numbers, tokens in zip(row["models"], weights, strict=True):
                 numbers["tokens"] = {"mean": sum(tokens[name] for name in shared)}
         return sorted(rows, key=lambda row: SLICES.index(row["condition"]["slice"]))
 
     def draw(self, report: Report, figure: Any) -> None:
-        """Bars of the models for each slice."""
+        """Draw a bar per model for each slice."""
         (axes,) = panels(figure, 1)
         bars(axes, [row["condition"]["slice"] for row in report.rows], report.points("nll"))
         finish(axes, f"slice of the tokens ({self.n}-grams)", "NLL (nats per token)")

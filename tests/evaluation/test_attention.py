@@ -202,7 +202,7 @@ def test_nested_watches_see_one_after_the_other() -> None:
 def test_diffllama_of_transformers_is_refused_with_conversion_hint() -> None:
     model = AutoModelForCausalLM.from_config(DiffLlamaConfig(**SIZES))
     implementation = model.config._attn_implementation
-    message = r"`diffllama` cannot be measured\. Convert the model: diffllama convert SRC DEST --from transformers"
+    message = r"`diffllama` cannot be measured\. Convert the model first: diffllama convert SRC DEST --from transformers"
     with pytest.raises(ValueError, match=message), watched(model, lambda call: None):
         pytest.fail("watched")
     assert model.config._attn_implementation == implementation
@@ -211,7 +211,7 @@ def test_diffllama_of_transformers_is_refused_with_conversion_hint() -> None:
 def test_attention_outside_the_interface_is_refused() -> None:
     model = tiny_model()
     model._supports_attention_backend = False
-    message = "`diff_llama` does not go through transformers' attention interface"
+    message = "`diff_llama` does not use transformers' attention interface"
     with pytest.raises(ValueError, match=message), watched(model, lambda call: None):
         pytest.fail("watched")
 
@@ -223,6 +223,6 @@ def test_attention_outside_the_interface_is_refused() -> None:
 )
 def test_attention_with_softcap_or_sinks_is_refused(config: Any, name: str) -> None:
     model = plain_model(config)
-    with pytest.raises(ValueError, match=f"changes its scores by `{name}`"), watched(model, lambda call: None):
+    with pytest.raises(ValueError, match=f"changes its scores with `{name}`"), watched(model, lambda call: None):
         model(tokens(1, N))
     assert model.config._attn_implementation == "eager"

@@ -126,9 +126,9 @@ def test_unmeasurable_input_is_one_line_of_error(
         ("context", llama, "--data", "nowhere", *out): "nowhere does not exist. Name a file or folder with novels with",
         ("context", llama, "--data", tmp_path / "empty", *out): "has no text",
         ("context", llama, "--data", tmp_path / "broken.jsonl", *out): "broken.jsonl is not JSON",
-        ("context", llama, "--length", "100000", *out): "has 100,000 tokens. Ask for fewer with --length",
+        ("context", llama, "--length", "100000", *out): "has 100,000 tokens. Lower --length",
         ("context", llama, "--device", "abacus", *out): "abacus",
-        ("context", llama, "--output", tmp_path / "file"): "file is no folder. Name one with --output",
+        ("context", llama, "--output", tmp_path / "file"): "file is not a folder. Name a folder with --output",
         ("scaling", "--data", tmp_path / "empty", *out): "has no losses.csv or losses.jsonl",
     }.items():
         status, stdout, err = call(capsys, *arguments)
@@ -274,7 +274,7 @@ def test_texts_beyond_the_context_are_noted(models: Path, tmp_path: Path, capsys
     (tmp_path / "long.txt").write_text("It was a dark and stormy night. " * 50)
     out = ("--data", tmp_path / "long.txt", "--texts", 1, "--output", tmp_path / "out")
     _, _, err = call(capsys, "context", models / "llama", "--length", 1100, *out)
-    assert "1,100 tokens are more than the 1,024 positions of" in err
+    assert "1,100 tokens exceed the context of" in err
 
 
 def test_narrow_terminal_truncates_no_number(models: Path, tmp_path: Path) -> None:

@@ -36,9 +36,9 @@ def test_busy_judge_is_retried(status: int) -> None:
 @pytest.mark.parametrize(
     ("answer", "requests", "message"),
     [
-        ((500, "out of order"), 1 + judge.RETRIES, "refuses: 500 Internal Server Error, out of order"),
-        ((401, "wrong key"), 1, "refuses: 401 Unauthorized, wrong key \\(its key is read from .* OPENAI_API_KEY"),
-        ((404, "no such model"), 1, "refuses: 404 Not Found, no such model$"),
+        ((500, "out of order"), 1 + judge.RETRIES, "rejected the request: 500 Internal Server Error, out of order"),
+        ((401, "wrong key"), 1, "rejected the request: 401 Unauthorized, wrong key \\(set its key in .* OPENAI_API_KEY"),
+        ((404, "no such model"), 1, "rejected the request: 404 Not Found, no such model$"),
     ],
 )
 def test_judge_errors_are_reported_after_retries(answer: Answer, requests: int, message: str) -> None:
@@ -49,7 +49,7 @@ def test_judge_errors_are_reported_after_retries(answer: Answer, requests: int, 
 
 @pytest.mark.parametrize("body", ["<html>", "[]", '{"choices": []}', '{"choices": [{"text": "Yes."}]}', '{"error": 1}'])
 def test_reply_without_completion_is_refused(body: str) -> None:
-    with FakeJudge(lambda *_: (200, body)) as endpoint, pytest.raises(ValueError, match="sent no chat completion: "):
+    with FakeJudge(lambda *_: (200, body)) as endpoint, pytest.raises(ValueError, match="must send a chat completion, got "):
         Judge(endpoint.url, "one").ask("?")
 
 

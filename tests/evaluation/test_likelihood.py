@@ -90,5 +90,5 @@ def test_repetition_penalties_of_checkpoint_are_ignored() -> None:
 
 def test_recurrent_model_is_refused() -> None:
     config = MambaConfig(vocab_size=97, hidden_size=16, state_size=4, num_hidden_layers=1)
-    with pytest.raises(ValueError, match="`mamba` keeps a recurrent state"):
+    with pytest.raises(ValueError, match="`mamba` has a recurrent state"):
         token_log_probs(MambaForCausalLM(config).eval(), tokens(1, 30))

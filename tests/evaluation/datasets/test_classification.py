@@ -80,12 +80,12 @@ CSV = {"test_csv": "text,category\nWhy?,a\n"}
 @pytest.mark.parametrize(
     ("task", "files", "message"),
     [
-        ("trec", {"train_txt": GOOD + "Who ?\n"}, r"train.txt, line 2: .* `COARSE:fine question`.* not `Who \?`"),
-        ("trec", {"test_txt": "PLACE:x Who ?"}, r"test.txt, line 1: .*COARSE one of ABBR, DESC.* not `PLACE:x Who \?`"),
+        ("trec", {"train_txt": GOOD + "Who ?\n"}, r"train.txt, line 2: .* `COARSE:fine question`.* got `Who \?`"),
+        ("trec", {"test_txt": "PLACE:x Who ?"}, r"test.txt, line 1: .*COARSE one of ABBR, DESC.* got `PLACE:x Who \?`"),
         ("trec", {"test_txt": "\n"}, "has no test examples"),
-        ("trec", {"test_txt": "HUM:ind Who ?\n"}, "has test examples but no others of human"),
-        ("trec", {"test_txt": GOOD}, "has test examples but no others of location"),
-        ("banking77", CSV | {"train_csv": "query,intent\na,b\n"}, "without `text`: it has query, intent"),
+        ("trec", {"test_txt": "HUM:ind Who ?\n"}, "has no training examples of the test classes human"),
+        ("trec", {"test_txt": GOOD}, "has no training examples of the test classes location"),
+        ("banking77", CSV | {"train_csv": "query,intent\na,b\n"}, "without `text`; its fields are query, intent"),
         ("banking77", CSV | {"train_csv": "text,category\n,b\n"}, "train.csv, row 1, has no text"),
         ("banking77", CSV | {"train_csv": "text,category\na,b\nc,\n"}, "train.csv, row 2, has no class"),
         ("clinc150", {"data_full_json": "{"}, "data_full.json is not JSON"),
@@ -94,10 +94,10 @@ CSV = {"test_csv": "text,category\nWhy?,a\n"}
         (
             "clinc150",
             {"data_full_json": '{"train": [["a", "b"], ["a"]]}'},
-            r"row 2 of `train`: a row is \[text, intent",
+            r"row 2 of `train` must be \[text, intent",
         ),
         ("clinc150", {"data_full_json": '{"train": "ab"}'}, "must be a JSON object with lists `train` and `test`"),
-        ("clinc150", {"data_full_json": '{"train": [["a", 1]]}'}, r"row 1 of `train`: a row is .* not \[\"a\", 1\]"),
+        ("clinc150", {"data_full_json": '{"train": [["a", 1]]}'}, r"row 1 of `train` must be .* got \[\"a\", 1\]"),
         ("clinc150", {"data_full_json": '{"train": [["a", ""]]}'}, "row 1 of `train`, has no class"),
     ],
 )
@@ -113,7 +113,7 @@ def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no train.txt or train_5500.label.*--data"):
         read_examples("trec", Source(tmp_path, built_in=False))
     data(tmp_path, train_txt=GOOD, test_txt=GOOD)
-    with pytest.raises(ValueError, match=r"is one file. Name the folder with train.txt and test.txt with --data"):
+    with pytest.raises(ValueError, match=r"is a file. Name the folder that has train.txt and test.txt with --data"):
         read_examples("trec", Source(tmp_path / "train.txt", built_in=False))
 
 
@@ -144,7 +144,7 @@ def test_impossible_preferences_are_forced_to_a_class() -> None:
 def test_nan_scores_make_no_class() -> None:
     tokenizer = byte_tokenizer()
     model = RuleBasedLM(lambda _: dict.fromkeys(range(257), float("nan")), len(tokenizer)).eval()
-    with pytest.raises(ValueError, match=r"not numbers \(NaN\) in float32\. Try another --dtype"):
+    with pytest.raises(ValueError, match=r"scores are NaN in float32\. Try another --dtype"):
         answered(LoadedModel(name="broken", model=model, tokenizer=tokenizer), ["what"], ["time", "date"])
 
 
@@ -155,7 +155,7 @@ def test_one_class_needs_no_model() -> None:
 
 def test_classes_with_a_common_token_prefix_are_refused() -> None:
     loaded = rule_based_lm(lambda _: "", "")
-    with pytest.raises(ValueError, match="tokenizer of rule_based_lm does not tell the classes time and timer apart"):
+    with pytest.raises(ValueError, match="tokenizer of rule_based_lm must not encode class time as the beginning of timer"):
         option_ids(loaded, ":", {"date": "date", "timer": "timer", "time": "time"})
 
 

@@ -104,13 +104,13 @@ class TestReadRows:
             ("rows.json", "[]", "must have JSON objects"),
             ("rows.json", "[1]", "must have JSON objects"),
             ("rows.jsonl", '{"a": 1}\n[2]', "must have JSON objects"),
-            ("rows.jsonl", '{"a": 1}\n{"a"', "is not JSON, nor JSON on each line"),
-            ("rows.json", "a,b\n1,2", "is not JSON, nor JSON on each line"),
-            ("rows.json", 100_000 * "[", "is not JSON, nor JSON on each line"),
-            ("rows.csv", "", "must have rows with as many fields as its first"),
-            ("rows.csv", "a,b\n", "must have rows with as many fields as its first"),
-            ("rows.csv", "a,b\n1,2\n3", "must have rows with as many fields as its first"),
-            ("rows.csv", "a,b\n1,2,3", "must have rows with as many fields as its first"),
+            ("rows.jsonl", '{"a": 1}\n{"a"', "is not JSON or JSON lines"),
+            ("rows.json", "a,b\n1,2", "is not JSON or JSON lines"),
+            ("rows.json", 100_000 * "[", "is not JSON or JSON lines"),
+            ("rows.csv", "", "must have a header line"),
+            ("rows.csv", "a,b\n", "must have a header line"),
+            ("rows.csv", "a,b\n1,2\n3", "must have a header line"),
+            ("rows.csv", "a,b\n1,2,3", "must have a header line"),
             ("rows.csv", f"a,b\n1,{'2' * 200_000}", "is not CSV: field larger"),
         ],
     )
@@ -121,7 +121,7 @@ class TestReadRows:
 
     def test_missing_field_is_refused_with_the_fields_there_are(self, tmp_path: Path) -> None:
         assert field({"a": 1}, "a", tmp_path) == 1
-        with pytest.raises(ValueError, match="has a row without `b`: it has a, c"):
+        with pytest.raises(ValueError, match="has a row without `b`; its fields are a, c"):
             field({"a": 1, "c": 2}, "b", tmp_path)
 
 
@@ -138,10 +138,10 @@ class TestTexts:
         assert texts(Source(tmp_path / "b.txt", built_in=False)) == {"b.txt": "two"}
 
     def test_folder_without_texts_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"has no text: no \.txt file"):
+        with pytest.raises(ValueError, match=r"has no text\. It needs \.txt files"):
             texts(Source(tmp_path, built_in=False))
         (tmp_path / "a.jsonl").write_text('{"story": ""}')
-        with pytest.raises(ValueError, match=r"a\.jsonl has a row without `text`: it has story"):
+        with pytest.raises(ValueError, match=r"a\.jsonl has a row without `text`; its fields are story"):
             texts(Source(tmp_path, built_in=False))
 
 
@@ -151,5 +151,5 @@ class TestTextField:
 
     @pytest.mark.parametrize("value", [5, None, ["a"], "", " \n", "half \ud83d"])
     def test_value_that_is_no_text_is_refused_with_its_file(self, value: object) -> None:
-        with pytest.raises(ValueError, match=r"f\.json has a row in which a is not a text: "):
+        with pytest.raises(ValueError, match=r"f\.json has a row in which a must be a non-empty text, got "):
             text_field({"a": value}, "a", Path("f.json"))

@@ -88,9 +88,9 @@ def test_questions_are_english() -> None:
 
 
 def test_too_short_and_empty_are_refused() -> None:
-    with pytest.raises(ValueError, match="--length: 100 tokens do not hold the question"):
+    with pytest.raises(ValueError, match="--length must hold the question and a sentence of text, got 100 tokens"):
         HAYSTACK.prompt(length=100, depth=0, needles=1, queries=1, seed="a")
-    with pytest.raises(ValueError, match=r"no sentence in the first 200,000 characters of any text.*--data.*--length"):
+    with pytest.raises(ValueError, match=r"No text has a sentence in its first 200,000 characters.*--data.*--length"):
         haystack("no end of it")
 
 

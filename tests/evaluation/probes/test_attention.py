@@ -193,5 +193,5 @@ def test_shares_of_two_models_differ_by_lambda_and_sum_to_one(tmp_path: Path) ->
 
 def test_tokenizer_without_offsets_is_refused(tmp_path: Path) -> None:
     loaded = dataclasses.replace(tiny_loaded_model("llama"), tokenizer=ByT5Tokenizer())
-    with pytest.raises(ValueError, match="tokenizer of llama does not say where its tokens are"):
+    with pytest.raises(ValueError, match="tokenizer of llama must be a fast one"):
         run_probe(AttentionToAnswer(), loaded, output=tmp_path)

@@ -130,7 +130,7 @@ def test_same_judge_named_twice_is_numbered_and_compared(measured: Measured, end
 
 def test_judge_failing_midway_is_asked_only_for_the_rest(measured: Measured, endpoint: FakeJudge) -> None:
     endpoint.rule = lambda body, count: strict(body, count) if count < 4 else (401, "no credit")
-    with pytest.raises(ConnectionError, match="refuses: 401 Unauthorized, no credit"):
+    with pytest.raises(ConnectionError, match="rejected the request: 401 Unauthorized, no credit"):
         measured(summariser(14))
     before = len(endpoint.bodies)
     endpoint.rule = strict
@@ -169,7 +169,7 @@ def test_chat_templates_keep_every_paragraph(measured: Measured) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "needs a judge: the base address of an OpenAI-compatible endpoint with --judge-url"),
+        ({}, "needs a judge model: set --judge-url to the base URL of an OpenAI-compatible endpoint"),
         ({"judge_url": "http://localhost", "judge_model": []}, "the name of a model there with --judge-model"),
         ({"judge_url": "localhost:8000"}, "--judge-url must be the base address"),
     ],

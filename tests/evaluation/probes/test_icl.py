@@ -63,5 +63,5 @@ def test_prompts_fill_the_length_and_grow_at_their_end(tmp_path: Path) -> None:
 
 
 def test_length_too_short_for_a_demonstration_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"No demonstration fits into 60 tokens\. Ask for more with --length"):
+    with pytest.raises(ValueError, match=r"No demonstration fits into 60 tokens\. Raise --length"):
         run_probe(ManyShot(length=60), copier(), output=tmp_path / "out", data=trec(tmp_path))

@@ -118,5 +118,5 @@ def test_nan_scores_are_refused(tmp_path: Path) -> None:
     loaded = tiny_loaded_model("v1")
     torch.nn.init.constant_(loaded.model.lm_head.weight, float("nan"))
     loaded.model.bfloat16()
-    with pytest.raises(ValueError, match=r"not numbers \(NaN\) in bfloat16\. Try another --dtype"):
+    with pytest.raises(ValueError, match=r"scores are NaN in bfloat16\. Try another --dtype"):
         run_probe(LogitBits(items=2), loaded, output=tmp_path)

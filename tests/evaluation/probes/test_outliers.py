@@ -191,7 +191,7 @@ def test_all_pieces_count_together(tmp_path: Path) -> None:
 
 
 def test_length_beyond_all_texts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"No text in .* has 100,000 tokens. Ask for fewer with --length"):
+    with pytest.raises(ValueError, match=r"No text in .* has 100,000 tokens. Lower --length"):
         run_probe(Outliers(length=100_000), tiny_loaded_model("llama"), output=tmp_path)
 
 

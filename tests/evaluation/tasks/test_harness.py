@@ -159,7 +159,7 @@ def test_nan_scores_are_refused() -> None:
     doc = {"continuations": ["abcd", "e"], "gold": 0}
     for metric in (accuracy, accuracy_per_character):
         for results in ([(math.nan, False)] * 2, [(-4.0, True), (math.nan, False)]):
-            with pytest.raises(ValueError, match=r"not numbers \(NaN\).* --model_args dtype="):
+            with pytest.raises(ValueError, match=r"scores are NaN.* --model_args dtype="):
                 metric(doc, results)
         assert metric(doc, [(-4.0, True), (-math.inf, False)]) == {"accuracy": 1.0}
 
@@ -191,7 +191,7 @@ def test_group_of_needles_has_every_pair_of_the_probe(models: Path) -> None:
 def test_needles_need_a_tokenizer_and_room(models: Path) -> None:
     with pytest.raises(ValueError, match="Name a tokenizer with --metadata tokenizer=DIR"):
         needles("1_of_1")
-    with pytest.raises(ValueError, match="--metadata length=TOKENS: 20 tokens do not hold"):
+    with pytest.raises(ValueError, match="--metadata length=TOKENS must hold the question and a sentence of text, got 20"):
         needles("1_of_1", pretrained=str(models / "llama"), length=20)
 
 
