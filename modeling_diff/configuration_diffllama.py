@@ -25,7 +25,7 @@ AUTO_MAP = {
 }
 """Auto class -> the class that it loads, as `file.Class` in a Hub folder."""
 
-SUMS_OWN_GRADIENTS = tuple(map(int, __version__.split(".")[:2])) >= (5, 23)  # older versions: also submodules' gradients
+SUMS_OWN_GRADIENTS = tuple(map(int, __version__.split(".")[:2])) >= (5, 23)  # older ones: also submodules' gradients
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -103,7 +103,7 @@ class DifferentialLlamaConfig(PreTrainedConfig):
     Configuration of a Llama with differential attention.
 
     A differential head computes `(softmax(Q1 K1ᵀ/√d) - λ softmax(Q2 K2ᵀ/√d)) V`, a signal map minus λ times a noise
-    map. The paper (arXiv 2410.05258, section 2) counts `h` heads of width `d`, with values of width `D = 2d`. In grouped
+    map. The paper (arXiv 2410.05258, section 2) counts `h` heads of width `d` with values of width `D = 2d`. In grouped
     differential attention (arXiv 2510.06949), r signal maps share one noise map; the paper has r = 1. Head counts here
     describe the single attention call that computes all maps of a layer, so that engines size KV caches correctly:
 
@@ -228,7 +228,7 @@ class DifferentialLlamaConfig(PreTrainedConfig):
         # Every saved configuration names its classes, so that any folder of this model can be a Hub folder.
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__post_init__(**kwargs)
-        v1, plan = self.diff_variant == "v1", type(self).base_model_tp_plan  # per instance, not saved: existing modules only
+        v1, plan = self.diff_variant == "v1", type(self).base_model_tp_plan  # the instance's: of its modules, not saved
         has = {"self_attn": v1 and SUMS_OWN_GRADIENTS, "lambda_proj": not v1, "gate_proj": self.gated_mlp}
         has |= {"head_norm": v1 and self.head_norm and self.head_norm_affine}
         has |= dict.fromkeys(("q_norm", "k_norm"), self.use_qk_norm)
@@ -302,7 +302,9 @@ class DifferentialLlamaConfig(PreTrainedConfig):
             for number in numbers:
                 check_bounds(field, number, bounds)
         if rope_type == "dynamic" and self.rotary_dim < 4:
-            refuse("head_dim", self.head_dim, f"must be at least {4 * self.head_dim // self.rotary_dim} for rope_type='dynamic'")
+            refuse(
+                "head_dim", self.head_dim, f"must be {4 * self.head_dim // self.rotary_dim} or more for 'dynamic' RoPE"
+            )
         low, high = rope.get("low_freq_factor", 0), rope.get("high_freq_factor", float("inf"))
         if rope_type == "llama3" and low >= high:
             refuse("rope_parameters['high_freq_factor']", high, f"must be greater than 'low_freq_factor' ({low})")
@@ -366,7 +368,7 @@ class DifferentialLlamaConfig(PreTrainedConfig):
         if self.sliding_window is None and "sliding_attention" in (self.layer_types or ()):
             refuse("layer_types", self.layer_types, "must all be 'full_attention' if `sliding_window` is None")
         if self.sliding_window is not None:
-            check_bounds("sliding_window", self.sliding_window, (2, 2**31 - 1))  # the token itself and the one before it
+            check_bounds("sliding_window", self.sliding_window, (2, 2**31 - 1))  # the token and the one before it
 
 
 # Auto classes look up models by this class's *name*: with `DiffLlamaConfig` they would find transformers' own model.

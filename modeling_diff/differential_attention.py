@@ -6,13 +6,13 @@ A differential head of the paper (arXiv 2410.05258, equation 1),
 
     O = (softmax(Q1 K1ᵀ/√d) - λ softmax(Q2 K2ᵀ/√d)) V,
 
-is a grouped-query attention group: joined keys K = [K1 | K2] of the values' width D = 2d, and the two queries padded
-with zeros, [Q1 | 0] and [0 | Q2], so that [Q1 | 0]·K = Q1·K1 and [0 | Q2]·K = Q2·K2. Any engine computes both maps'
-outputs in one call that reads keys and values once; `combine_maps` then subtracts them. In grouped differential
-attention (arXiv 2510.06949) r signal queries, the Q1, share one noise query, Q2.
+is computed as a grouped-query attention group: keys are joined to K = [K1 | K2] of the values' width D = 2d, and the
+two queries are padded with zeros to [Q1 | 0] and [0 | Q2], so that [Q1 | 0]·K = Q1·K1 and [0 | Q2]·K = Q2·K2. Any
+engine computes both maps' outputs in one call that reads keys and values once. `combine_maps` then subtracts them. In
+grouped differential attention (arXiv 2510.06949), r signal queries Q1 share one noise query Q2.
 
-Letters in shapes: b batch, n tokens, m keys, H query heads, of which s are signals, d width of one map's query and key,
-D width of values. Query heads come in groups, r signals and then their noise.
+Letters in shapes: b batch, n tokens, m keys, H query heads, s of them signal heads, d width of one map's query and key,
+D width of values. Query heads are ordered in groups: r signals, then their noise.
 """
 
 import math
@@ -22,7 +22,7 @@ from torch import nn
 
 
 def exponential_lambda_init(layer_idx: int) -> float:
-    """λ_init of layer `layer_idx`, 0 for the first: 0.8 - 0.6·exp(-0.3·l) (paper, section 2.1, where l starts at 1)."""
+    """λ_init of layer l = `layer_idx` from 0 on: 0.8 - 0.6·exp(-0.3·l) (paper, section 2.1, which counts from 1)."""
     return 0.8 - 0.6 * math.exp(-0.3 * layer_idx)
 
 
@@ -32,7 +32,7 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def pad_queries(query: torch.Tensor, r: int) -> torch.Tensor:
-    """[b, n, H, d] -> [b, n, H, 2d]: zeros after each of the r signals of a group and before its noise."""
+    """Pads queries with zeros, [b, n, H, d] -> [b, n, H, 2d]: after a group's r signals and before its noise."""
     groups = query.unflatten(-2, (-1, r + 1))
     halves = groups.new_zeros(*groups.shape[:-2], 2 * r + 2, groups.shape[-1])  # s, 0, …, s, 0, 0, noise
     halves[..., : 2 * r : 2, :], halves[..., -1, :] = groups[..., :r, :], groups[..., r, :]
@@ -40,14 +40,14 @@ def pad_queries(query: torch.Tensor, r: int) -> torch.Tensor:
 
 
 def join_keys(key: torch.Tensor) -> torch.Tensor:
-    """[b, n, 2h, d] -> [b, n, h, 2d]: the signals' and the noise's key of each of h key/value heads side by side."""
+    """Joins the signal key and the noise key of each of h key/value heads: [b, n, 2h, d] -> [b, n, h, 2d]."""
     return key.unflatten(-2, (-1, 2)).flatten(-2)
 
 
 def vector_lambda(
     lambda_init: float, q1: torch.Tensor, k1: torch.Tensor, q2: torch.Tensor, k2: torch.Tensor
 ) -> torch.Tensor:
-    """λ = exp(q1·k1) - exp(q2·k2) + λ_init (paper, equation 2) of four [d] vectors, as a [1] tensor in float32."""
+    """λ = exp(q1·k1) - exp(q2·k2) + λ_init (paper, equation 2) from four [d] vectors, as a [1] tensor in float32."""
     dtype = at_least_float32(q1.dtype)
     first = torch.sum(q1.to(dtype) * k1.to(dtype), dim=-1, keepdim=True).exp()
     second = torch.sum(q2.to(dtype) * k2.to(dtype), dim=-1, keepdim=True).exp()
@@ -55,9 +55,9 @@ def vector_lambda(
 
 
 def combine_maps(output: torch.Tensor, differential_lambda: torch.Tensor, r: int) -> torch.Tensor:
-    """Signal - λ·noise: [b, n, H, D] in groups of r signals and their noise, λ [1] or [b, n, s, 1] -> [b, n, s, D].
+    """Subtracts λ·noise from each signal: outputs [b, n, H, D] and λ, [1] or [b, n, s, 1] -> [b, n, s, D].
 
-    λ has a dimension of its own, so that it promotes half-precision outputs and the difference is float32.
+    λ is a tensor with a dimension, so that it promotes half-precision outputs: the difference is computed in float32.
     """
     groups = output.unflatten(-2, (-1, r + 1))
     scale = differential_lambda if differential_lambda.dim() == 1 else differential_lambda.unflatten(-2, (-1, r))
@@ -65,12 +65,12 @@ def combine_maps(output: torch.Tensor, differential_lambda: torch.Tensor, r: int
 
 
 def differential_maps(maps: torch.Tensor, differential_lambda: torch.Tensor, r: int) -> torch.Tensor:
-    """`combine_maps` of softmax maps: [b, H, n, m], λ [1] or [b, n, s, 1] -> [b, s, n, m], signed."""
+    """Applies `combine_maps` to softmax maps: [b, H, n, m] and λ, [1] or [b, n, s, 1] -> signed maps [b, s, n, m]."""
     return combine_maps(maps.transpose(1, 2), differential_lambda, r).transpose(1, 2)
 
 
 class DiffLlamaRMSNorm(nn.Module):
-    """RMSNorm over the last dimension in float32 (or float64), with a weight [hidden_size] if elementwise affine."""
+    """RMSNorm over the last dimension in float32 (or float64), with a weight [hidden_size] if `elementwise_affine`."""
 
     def __init__(self, hidden_size: int, eps: float, elementwise_affine: bool = True) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class DiffLlamaRMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[..., hidden_size] -> the same shape and, with a weight of that dtype, the same dtype."""
+        """[..., hidden_size] -> the same shape, and the same dtype if the weight has it."""
         dtype = hidden_states.dtype
         hidden_states = hidden_states.to(at_least_float32(dtype))
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -87,7 +87,7 @@ class DiffLlamaRMSNorm(nn.Module):
 
 
 class DiffLlamaPolyNorm(nn.Module):
-    """w0·n(x³) + w1·n(x²) + w2·n(x) + b, n(z) = z / √(mean(z²) + 1e-6), in float32 or float64 (arXiv 2411.03884)."""
+    """PolyNorm (arXiv 2411.03884): w0·n(x³) + w1·n(x²) + w2·n(x) + b with n(z) = z / √(mean(z²) + 1e-6)."""
 
     def __init__(self) -> None:
         super().__init__()

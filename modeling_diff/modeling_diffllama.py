@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A Llama whose attention is differential (arXiv 2410.05258). Letters in shapes are `differential_attention`'s."""
+"""Llama with differential attention (arXiv 2410.05258). Letters in shapes: see differential_attention.py."""
 
 import copy
 import math
@@ -42,14 +42,14 @@ from .differential_attention import (
 )
 
 
-DIFF_ATTENTION = "diff_attention"  # the package diffllama registers it; it subtracts the two maps itself
-ACT2FN["poly_norm"] = DiffLlamaPolyNorm  # by which LlamaMLP makes it
+DIFF_ATTENTION = "diff_attention"  # registered by the package diffllama; it subtracts the two maps itself
+ACT2FN["poly_norm"] = DiffLlamaPolyNorm  # read by LlamaMLP
 LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")  # of V1, each [d]
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to scores: the lowest number of `dtype` where a boolean mask is false, or another one lower."""
+    """Returns the mask to add to scores in `dtype`: its lowest number where a boolean mask is false, and as a limit."""
     lowest = torch.finfo(dtype).min
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, lowest)
@@ -57,8 +57,8 @@ def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def check_attention_mask(mask: Any, b: int, n: int, cache: Cache | None) -> None:
-    """Raises `ValueError` for a mask that transformers would misread: four-dimensional integers, or another shape than
-    b rows with an entry for each of the tokens in `cache`, or that a static cache has room for, and n new ones."""
+    """Raises `ValueError` for a mask that transformers would misread: four-dimensional integers, or a shape other than
+    [b, tokens]: those in `cache` (or the size of a static cache) and n new ones."""
     shape, dtype = tuple(mask.shape), getattr(mask, "dtype", None)  # flex_attention's own masks have no dtype
     if len(shape) == 4:
         if dtype is not None and dtype != torch.bool and not dtype.is_floating_point:
@@ -67,28 +67,28 @@ def check_attention_mask(mask: Any, b: int, n: int, cache: Cache | None) -> None
         return
     past = 0 if cache is None else cache.get_seq_length()
     if (isinstance(past, torch.Tensor) and torch.compiler.is_compiling()) or shape == (b, past + n):
-        return  # compiled code cannot look how much a static cache holds
+        return  # compiled code cannot read the length of a static cache
     if cache is None or shape != (b, max(sum(cache.get_mask_sizes(n, i)) for i in range(max(1, len(cache.layers))))):
         raise ValueError(
             f"`attention_mask` must be [{b}, {int(past) + n}], with a 1 for each of the {int(past)} tokens in the "
-            f"cache and the {n} new ones and a 0 for padding, got {list(shape)}."
+            f"cache and the {n} new ones, and a 0 for padding, got {list(shape)}."
         )
 
 
 def bidirectional(layer_type: str, config: DiffLlamaConfig, n: int, cache: Cache | None) -> Callable[..., torch.Tensor]:
-    """The mask function of a layer that is not causal: all tokens within the window, not a static cache's free room."""
+    """Returns the mask function of a non-causal layer: all tokens in its window, not a static cache's free slots."""
     window = config.sliding_window if layer_type == "sliding_attention" else math.inf
     total = math.inf if cache is None else cache.get_seq_length() + n
     return lambda batch, head, query, key: ((query - key).abs() < window) & (key < total)
 
 
 def check_packing(position_ids: torch.Tensor, b: int, cache: Cache | None, flash: bool) -> None:
-    """Raises `ValueError` for packed sequences after tokens in `cache`, or under flash attention in several rows."""
+    """Raises `ValueError` for packed sequences that follow tokens in `cache`, or with flash attention in many rows."""
     if cache is None and (b == 1 or not flash):
         return
     if position_ids.shape[-1] > 1 and not torch.compiler.is_compiling() and (position_ids.diff() <= 0).any():
-        rule = f"flash attention takes them in one row, got {b}" if cache is None else "they need a new `DynamicCache`"
-        raise ValueError(f"`position_ids` restart within a row, as those of packed sequences do: {rule}.")
+        rule = f"flash attention needs one row, got {b}" if cache is None else "they need an empty `DynamicCache`"
+        raise ValueError(f"`position_ids` restart within a row, which means packed sequences: {rule}.")
 
 
 def eager_attention_forward(
@@ -104,16 +104,16 @@ def eager_attention_forward(
     output_softmax_maps: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention in plain PyTorch: all maps and their differences in float32 (float64 in a float64 model).
+    """Attention in plain PyTorch, with maps and their differences in float32 (float64 in a float64 model).
 
     Args:
-        query: [b, H, n, D]. key, value: [b, num_key_value_heads, m, D].
+        query: [b, H, n, D]. `key` and `value` are [b, num_key_value_heads, m, D].
         attention_mask: added to the scores, or boolean, true where a query sees a key; broadcast to [b, H, n, m].
         differential_lambda: λ, [1] or [b, n, s, 1].
 
     Returns:
-        [b, n, s, D], and with `output_attentions` the maps after dropout, differential [b, s, n, m] in the queries'
-        dtype, or with `output_softmax_maps` softmax [b, H, n, m] in float32 (or float64).
+        The output [b, n, s, D]. With `output_attentions` also the maps after dropout: signed [b, s, n, m] in the
+        queries' dtype or, with `output_softmax_maps`, softmax [b, H, n, m] in float32 (or float64); else `None`.
     """
     scores = torch.matmul(query, repeat_kv(key, module.num_key_value_groups).transpose(2, 3)) * scaling
     if attention_mask is not None:
@@ -129,8 +129,8 @@ def eager_attention_forward(
 
 class DiffLlamaAttention(nn.Module):
     """Differential attention, V1 or V2, as one call of the configured attention function: ordinary grouped-query
-    attention with H query heads on `num_key_value_heads` key/value heads of width D, which every implementation, cache
-    and engine computes. Head counts are read from tensors: under tensor parallelism the configuration's are not local.
+    attention with H query heads and `num_key_value_heads` key/value heads of width D, which every implementation, cache
+    and engine supports. Head counts come from tensors: with tensor parallelism a process has fewer than the config.
     """
 
     def __init__(self, config: DiffLlamaConfig, layer_idx: int) -> None:
@@ -175,10 +175,10 @@ class DiffLlamaAttention(nn.Module):
             self.lambda_proj = nn.Linear(hidden_size, config.num_signal_heads, bias=False)
 
     def differential_lambda(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """λ in float32 (float64 in a float64 model): [1] in V1, [b, n, s, 1] in V2, of the layer's normalised input."""
+        """λ in float32 (float64 in a float64 model): [1] in V1; [b, n, s, 1] in V2, from the layer's normed input."""
         if self.diff_variant == "v1":
             return vector_lambda(self.lambda_init, *(getattr(self, name) for name in LAMBDA_VECTORS))
-        # Engines fuse the three projections that read `hidden_states` itself; the index keeps this one apart.
+        # Engines fuse the three projections that read `hidden_states` directly; the index excludes this one.
         logits = self.lambda_proj(hidden_states[...])
         return torch.sigmoid(logits.to(at_least_float32(logits.dtype))).unsqueeze(-1)
 
@@ -192,14 +192,14 @@ class DiffLlamaAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[b, n, hidden_size] -> the same shape, and the maps of `eager_attention_forward` (else `None`).
 
-        `position_embeddings` are cosines and sines, each [b, n, `config.rotary_dim`]; `attention_mask` is what `MASKS`
-        makes for this layer's type.
+        `position_embeddings` are cosines and sines, each [b, n, `config.rotary_dim`]. `attention_mask` is the mask of
+        this layer's type, see `MASKS`.
         """
         input_shape = hidden_states.shape[:-1]
         query = self.q_proj(hidden_states).view(*input_shape, -1, self.map_dim)
         if query.shape[-2] % (self.signals_per_noise + 1):
             noise = self.config.num_noise_heads
-            raise ValueError(f"`num_noise_heads` must be a multiple of the tensor-parallel processes, got {noise}.")
+            raise ValueError(f"`num_noise_heads` must be a multiple of the tensor-parallel size, got {noise}.")
         key = self.k_proj(hidden_states).view(*input_shape, -1, self.map_dim)
         value = self.v_proj(hidden_states).view(*input_shape, -1, self.head_dim)
         differential_lambda = self.differential_lambda(hidden_states)
@@ -269,7 +269,7 @@ class DiffLlamaDecoderLayer(GradientCheckpointingLayer):
 
 
 class DifferentialLlamaPreTrainedModel(PreTrainedModel):
-    """What all differential Llama models share: initialisation and what they support."""
+    """Base class of all differential Llama models: initialisation and supported features."""
 
     config_class = DiffLlamaConfig
     base_model_prefix = "model"
@@ -285,18 +285,18 @@ class DifferentialLlamaPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: DiffLlamaConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        # By which the generic heads make their base model, without asking once more whether to trust remote code
+        # The generic heads build their base model with AutoModel, which would ask again whether to trust remote code
         modeling_auto.AutoModel.register(type(config), DifferentialLlamaModel, exist_ok=True)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """FSDP2 gives a model that it shards a subclass made by torch: what is saved names the class written here."""
+        """Keeps the class name in checkpoints under FSDP2, which gives a sharded model a subclass made by torch."""
         super().__init_subclass__(**kwargs)
         if cls.__module__.startswith("torch."):
             own = next(base for base in cls.__mro__ if not base.__module__.startswith("torch."))
             cls.__module__, cls.__name__, cls.__qualname__ = own.__module__, own.__name__, own.__qualname__
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """What is asked for; by default V1 uses `diff_attention` where that is registered, and all else `sdpa`."""
+        """The requested attention function. The default is `diff_attention` for V1 if registered, otherwise `sdpa`."""
         if requested_attention is None and self.config.diff_variant == "v1":
             requested_attention = DIFF_ATTENTION if DIFF_ATTENTION in ALL_ATTENTION_FUNCTIONS.valid_keys() else None
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
@@ -307,13 +307,13 @@ class DifferentialLlamaPreTrainedModel(PreTrainedModel):
         if isinstance(module, DiffLlamaAttention) and module.diff_variant == "v1":
             for name in LAMBDA_VECTORS:
                 init.normal_(getattr(module, name), mean=0.0, std=self.config.lambda_std_dev)
-        elif type(module).__name__ == "DiffLlamaPolyNorm":  # of whichever copy of this code was imported last
+        elif type(module).__name__ == "DiffLlamaPolyNorm":  # the class may be another imported copy's
             init.constant_(module.weight, 1 / 3)
             init.zeros_(module.bias)
 
 
 class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
-    """The differential Llama decoder without a head."""
+    """Differential Llama decoder without a head."""
 
     def __init__(self, config: DiffLlamaConfig) -> None:
         super().__init__(config)
@@ -327,7 +327,7 @@ class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
     def layer_masks(
         self, inputs_embeds: torch.Tensor, attention_mask: Any, position_ids: Any, cache: Cache | None, is_causal: Any
     ) -> list[Any]:
-        """Each layer's mask. Arguments and errors as in `forward`; `is_causal` overrides the layers' own."""
+        """Returns each layer's mask. Arguments and errors as in `forward`; `is_causal` overrides the layers' values."""
         (b, n, _), config = inputs_embeds.shape, self.config
         assert config.layer_types is not None  # set when the configuration is made
         kinds = [
@@ -336,7 +336,7 @@ class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
         ]
         if not all(causal for _, causal in kinds):
             config = copy.copy(config)
-            config.is_causal = True  # else transformers' masks forget packed sequences and a static cache's free room
+            config.is_causal = True  # else transformers ignores packed sequences and a static cache's free slots
         if isinstance(attention_mask, dict):  # `generate` prepares masks for compiled steps
             masks: dict[Any, Any] = {kind: attention_mask[kind[0]] for kind in kinds}
         else:
@@ -344,7 +344,7 @@ class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
                 check_attention_mask(attention_mask, b, n, cache)
             elif position_ids is not None:
                 if isinstance(cache, DynamicCache) and cache.get_seq_length() == 0:
-                    cache = None  # transformers looks for packed sequences only where there is none
+                    cache = None  # transformers detects packed sequences only without a cache
                 check_packing(position_ids, b, cache, is_flash_attention_requested(config))
             masks = {
                 (layer_type, causal): MASKS[layer_type](
@@ -358,9 +358,9 @@ class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
                 for layer_type, causal in dict.fromkeys(kinds)
             }
         for mask in masks.values() if config._attn_implementation == "flex_attention" else ():
-            if isinstance(mask, torch.Tensor):  # it would add the first head; on CPUs torch 2.13 reads past its end
-                rule = "flex_attention takes an `attention_mask` of two dimensions or a `BlockMask`, got a tensor"
-                raise ValueError(f"{rule} {list(mask.shape)}: use another attention function, such as `sdpa`.")
+            if isinstance(mask, torch.Tensor):  # it would add the first head; on CPUs torch 2.13 reads out of bounds
+                rule = "flex_attention needs an `attention_mask` of two dimensions or a `BlockMask`, got a tensor"
+                raise ValueError(f"{rule} {list(mask.shape)}. Use another attention function, such as `sdpa`.")
         return [masks[kind] for kind in kinds]
 
     @merge_with_config_defaults
@@ -377,25 +377,25 @@ class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """
         Args:
-            input_ids: token ids [b, n]; or
-            inputs_embeds: embeddings [b, n, hidden_size]. Exactly one of the two.
-            attention_mask: [b, n] (with a cache [b, m]), 0 where there is padding, anywhere. Or prepared masks, boolean
-                (true where a query sees a key) or added to the scores, [b, 1, n, m]: one for all layers, or a `dict`
-                with one for each type in `config.layer_types`.
-            position_ids: [b, n]. Positions that restart within a row, without a mask and earlier tokens, are packed
-                sequences, none of which sees another. Their cache is not for more tokens, which would see them all.
-            past_key_values: a cache of transformers; a quantized one only without a sliding window.
-            kwargs: `output_attentions` returns each layer's signed maps A1 - λ·A2, [b, s, n, m], in the graph, and with
-                `output_softmax_maps` the softmax maps of all query heads instead, [b, H, n, m]; both need
+            input_ids: token ids [b, n]. Give exactly one of `input_ids` and `inputs_embeds`.
+            inputs_embeds: embeddings [b, n, hidden_size].
+            attention_mask: [b, n] (with a cache [b, m]), 0 for padding, which may be anywhere. Or [b, 1, n, m], boolean
+                (true where a query sees a key) or added to the scores: one mask for all layers, or a `dict` with one
+                for each type in `config.layer_types`.
+            position_ids: [b, n]. Without mask and earlier tokens, positions that restart within a row mean packed
+                sequences, which do not see each other. Do not continue from their cache: new tokens would see all.
+            past_key_values: a cache of transformers. Quantized caches do not support a sliding window.
+            kwargs: `output_attentions` returns each layer's signed maps A1 - λ·A2, [b, s, n, m], with gradients;
+                `output_softmax_maps` makes them the softmax maps of all query heads, [b, H, n, m]. Both need
                 `attn_implementation="eager"`. `output_hidden_states` returns every layer's input and the last output.
-                `is_causal=False` lets tokens see those after them (default: each layer's `self_attn.is_causal`).
+                `is_causal=False` lets tokens see later tokens (default: each layer's `self_attn.is_causal`).
 
         Returns:
-            `last_hidden_state` [b, n, hidden_size], `past_key_values` and what was asked for.
+            `last_hidden_state` [b, n, hidden_size], `past_key_values`, and the outputs requested in `kwargs`.
 
         Raises:
-            `ValueError`: none or both of `input_ids` and `inputs_embeds` are given; `attention_mask` has another shape
-                or type; packed sequences follow earlier tokens, or are in several rows under flash attention.
+            `ValueError`: none or both of `input_ids` and `inputs_embeds` are given; `attention_mask` has a wrong shape
+                or dtype; packed sequences follow earlier tokens, or are in several rows with flash attention.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
@@ -417,7 +417,7 @@ class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
 
 
 class DifferentialLlamaForCausalLM(DifferentialLlamaPreTrainedModel, GenerationMixin):
-    """The differential Llama language model."""
+    """Differential Llama with a language modelling head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
@@ -443,10 +443,10 @@ class DifferentialLlamaForCausalLM(DifferentialLlamaPreTrainedModel, GenerationM
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """`logits` [b, n, vocab_size], `loss` if there are `labels` [b, n], and what `DiffLlamaModel` returns.
+        """Returns `logits` [b, n, vocab_size], `loss` if there are `labels` [b, n], and `DiffLlamaModel`'s outputs.
 
-        Labels are shifted here; -100 is where no token is to be predicted. `logits_to_keep` is how many of the last
-        tokens get logits, or their indices; 0 is all. The other arguments are `DiffLlamaModel.forward`'s.
+        `labels` are shifted here; -100 is ignored. `logits_to_keep` is the number of last tokens that get logits (0:
+        all), or the tokens' indices. See `DiffLlamaModel.forward` for the other arguments.
         """
         inputs = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds
         outputs = self.model(*inputs, use_cache=use_cache, **kwargs)
@@ -459,9 +459,9 @@ class DifferentialLlamaForCausalLM(DifferentialLlamaPreTrainedModel, GenerationM
 
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, past_key_values: Cache | None = None, inputs_embeds: Any = None, **kwargs: Any
-    ) -> dict[str, Any]:  # `generate` looks whether `inputs_embeds` is named here
-        """The inputs of a step of `generate`. LongRoPE changes its frequencies once a sequence is longer than
-        `original_max_position_embeddings`: at that step the sequence is read again, without the cache of old keys."""
+    ) -> dict[str, Any]:  # `generate` requires `inputs_embeds` in this signature
+        """Returns the inputs of a step of `generate`. LongRoPE changes its frequencies when a sequence exceeds
+        `original_max_position_embeddings`: that step computes the whole sequence again, without the old KV cache."""
         rope = self.config.rope_parameters
         limit = rope["original_max_position_embeddings"] if rope["rope_type"] == "longrope" else None
         if limit and past_key_values is not None and 0 < past_key_values.get_seq_length() <= limit < input_ids.shape[1]:
@@ -471,14 +471,14 @@ class DifferentialLlamaForCausalLM(DifferentialLlamaPreTrainedModel, GenerationM
         return super().prepare_inputs_for_generation(input_ids, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """What `generate_batch` and servers call. Raises `ValueError` for LongRoPE.
+        """Prepares continuous batching for `generate_batch` and servers. Raises `ValueError` for LongRoPE.
 
-        Continuous batching does not know the name `diff_attention`: the configuration says `sdpa` while the layers
-        compute `diff_attention`.
+        Continuous batching rejects the name `diff_attention`: the configuration names `sdpa` while the layers compute
+        `diff_attention`.
         """
         if self.config.rope_parameters["rope_type"] == "longrope":
-            rule = "short prompts would get the frequencies of long ones beside them: use `generate`"
-            raise ValueError(f"`rope_parameters['rope_type']` is 'longrope', with which {rule}, a prompt at a time.")
+            rule = "short prompts would get the frequencies of long ones in the batch. Use `generate`"
+            raise ValueError(f"Continuous batching does not support LongRoPE: {rule}, one prompt at a time.")
         differential = self.config._attn_implementation == DIFF_ATTENTION
         if differential:
             self.set_attn_implementation("sdpa")
@@ -488,23 +488,23 @@ class DifferentialLlamaForCausalLM(DifferentialLlamaPreTrainedModel, GenerationM
             if isinstance(module, DiffLlamaAttention):
                 module.paged_implementation = DIFF_ATTENTION if paged else None
         if differential:
-            manager._original_attn_impl = DIFF_ATTENTION  # which the manager sets again when it stops
+            manager._original_attn_impl = DIFF_ATTENTION  # the manager restores it when it stops
         return manager
 
 
 class DifferentialLlamaForSequenceClassification(GenericForSequenceClassification, DifferentialLlamaPreTrainedModel):
-    """Differential Llama with one label for a sequence, read at its last token that is not padding."""
+    """Differential Llama with a sequence classification head on the last token that is not padding."""
 
 
 class DifferentialLlamaForTokenClassification(GenericForTokenClassification, DifferentialLlamaPreTrainedModel):
-    """Differential Llama with one label for a token."""
+    """Differential Llama with a token classification head."""
 
 
 class DifferentialLlamaForQuestionAnswering(GenericForQuestionAnswering, DifferentialLlamaPreTrainedModel):
-    """Differential Llama that marks the answer's first and last token in a text."""
+    """Differential Llama with an extractive question answering head: the answer's first and last token."""
 
 
-# Libraries look `architectures` up in transformers, whose `DiffLlama…` are another architecture: ours have other names
+# Libraries look up `architectures` in transformers, where `DiffLlama…` is another architecture: hence the other names
 DiffLlamaPreTrainedModel = DifferentialLlamaPreTrainedModel
 DiffLlamaModel = DifferentialLlamaModel
 DiffLlamaForCausalLM = DifferentialLlamaForCausalLM
@@ -512,7 +512,7 @@ DiffLlamaForSequenceClassification = DifferentialLlamaForSequenceClassification
 DiffLlamaForTokenClassification = DifferentialLlamaForTokenClassification
 DiffLlamaForQuestionAnswering = DifferentialLlamaForQuestionAnswering
 
-# Trainers read these tables for whether to shift smoothed labels and for a model card's task, and transformers' tests.
+# Trainers read these tables (whether to shift smoothed labels, a model card's task), and so do transformers' tests.
 TASKS = ("", "FOR_CAUSAL_LM_", "FOR_SEQUENCE_CLASSIFICATION_", "FOR_TOKEN_CLASSIFICATION_", "FOR_QUESTION_ANSWERING_")
 for task, reference in zip(TASKS, list(AUTO_MAP.values())[1:], strict=True):
     getattr(modeling_auto, f"MODEL_{task}MAPPING_NAMES")[DiffLlamaConfig.model_type] = reference.partition(".")[2]

@@ -58,8 +58,8 @@ class Hallucination(HallucinationSettings, Probe[Document]):
     def __post_init__(self) -> None:
         if not (self.judge_url and self.judges):
             raise ValueError(
-                "This probe needs a judge model: set --judge-url to the base URL of an OpenAI-compatible endpoint, such "
-                "as http://localhost:8000/v1, and --judge-model to the name of a model there."
+                "This probe needs a judge model: set --judge-url to the base URL of an OpenAI-compatible endpoint, "
+                "such as http://localhost:8000/v1, and --judge-model to the name of a model there."
             )
 
     @cached_property

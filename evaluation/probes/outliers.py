@@ -149,7 +149,7 @@ class Outliers(OutliersSettings, Probe[list[int]]):
         by_model = {name: totals(outcomes) for name, outcomes in zip(report.names, report.outcomes, strict=True)}
         for axes, kind in zip(panels(figure, len(KINDS)), KINDS, strict=True):
             for index, (name, kinds) in enumerate(by_model.items()):
-                style: dict[str, Any] = {"color": COLOURS[index], "linewidth": 3 / (index + 1)}  # so that both of equal lines show
+                style: dict[str, Any] = {"color": COLOURS[index], "linewidth": 3 / (index + 1)}  # equal: both show
                 axes.plot(range(1, max(RANKS) + 1), kinds[kind].top, **style, label=f"{name}, largest")
                 axes.axhline(kinds[kind].median, **style, linestyle="--", label=f"{name}, median")
             axes.set_xscale("log")

@@ -202,7 +202,9 @@ def test_nested_watches_see_one_after_the_other() -> None:
 def test_diffllama_of_transformers_is_refused_with_conversion_hint() -> None:
     model = AutoModelForCausalLM.from_config(DiffLlamaConfig(**SIZES))
     implementation = model.config._attn_implementation
-    message = r"`diffllama` cannot be measured\. Convert the model first: diffllama convert SRC DEST --from transformers"
+    message = (
+        r"`diffllama` cannot be measured\. Convert the model first: diffllama convert SRC DEST --from transformers"
+    )
     with pytest.raises(ValueError, match=message), watched(model, lambda call: None):
         pytest.fail("watched")
     assert model.config._attn_implementation == implementation

@@ -37,7 +37,11 @@ def test_busy_judge_is_retried(status: int) -> None:
     ("answer", "requests", "message"),
     [
         ((500, "out of order"), 1 + judge.RETRIES, "rejected the request: 500 Internal Server Error, out of order"),
-        ((401, "wrong key"), 1, "rejected the request: 401 Unauthorized, wrong key \\(set its key in .* OPENAI_API_KEY"),
+        (
+            (401, "wrong key"),
+            1,
+            "rejected the request: 401 Unauthorized, wrong key \\(set its key in .* OPENAI_API_KEY",
+        ),
         ((404, "no such model"), 1, "rejected the request: 404 Not Found, no such model$"),
     ],
 )
@@ -49,7 +53,10 @@ def test_judge_errors_are_reported_after_retries(answer: Answer, requests: int, 
 
 @pytest.mark.parametrize("body", ["<html>", "[]", '{"choices": []}', '{"choices": [{"text": "Yes."}]}', '{"error": 1}'])
 def test_reply_without_completion_is_refused(body: str) -> None:
-    with FakeJudge(lambda *_: (200, body)) as endpoint, pytest.raises(ValueError, match="must send a chat completion, got "):
+    with (
+        FakeJudge(lambda *_: (200, body)) as endpoint,
+        pytest.raises(ValueError, match="must send a chat completion, got "),
+    ):
         Judge(endpoint.url, "one").ask("?")
 
 

@@ -145,5 +145,8 @@ def test_tokenizer_without_a_token_for_the_probed_text_is_refused() -> None:
     backend = Tokenizer(BPE({"<s>": 0, "b": 1}, []))  # leaves out what it does not know
     backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    with pytest.raises(ValueError, match=r"The tokenizer of a must encode `a` alike with and without special tokens, got \[0\] and \[\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"The tokenizer of a must encode `a` alike with and without special tokens, got \[0\] and \[\]",
+    ):
         _ = LoadedModel(name="a", model=loaded.model, tokenizer=tokenizer).prefix

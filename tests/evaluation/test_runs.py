@@ -272,9 +272,7 @@ class TestRun:
         notes: list[str] = []
 
         def measure(loaded: Any, samples: Mapping[str, int]) -> Iterator[Outcome]:
-            assert notes == [
-                "1,025 tokens exceed the context of model, 1,024 tokens (`max_position_embeddings`)."
-            ]
+            assert notes == ["1,025 tokens exceed the context of model, 1,024 tokens (`max_position_embeddings`)."]
             return Squares.measure(probe, 0, samples)
 
         probe = Long()
@@ -297,7 +295,9 @@ class TestRun:
     )
     def test_foreign_samples_file_is_refused_and_unchanged(self, content: bytes, tmp_path: Path) -> None:
         (tmp_path / "samples-1.jsonl").write_bytes(content)
-        with pytest.raises(ValueError, match=r"samples-1\.jsonl is not a file of samples: .* Name another folder with --output"):
+        with pytest.raises(
+            ValueError, match=r"samples-1\.jsonl is not a file of samples: .* Name another folder with --output"
+        ):
             run(Squares(), [spec()], output=tmp_path)
         assert files(tmp_path) == {"samples-1.jsonl": content}
 

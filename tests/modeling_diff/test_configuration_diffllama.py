@@ -293,7 +293,10 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"initializer_range": 1.5}, ("`initializer_range`", "got 1.5", "from 0.0 to 1.0")),
     ({"lambda_std_dev": 2.3}, ("`lambda_std_dev`", "got 2.3", "from 0.0 to 2.22")),
     ({"is_causal": 1}, ("`is_causal`", "got 1", "not supported")),
-    ({"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}}, ("`rope_parameters`", "one dictionary for all layers")),
+    (
+        {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}},
+        ("`rope_parameters`", "one dictionary for all layers"),
+    ),
     ({"vocab_size": True}, ("'vocab_size'", "bool (value: True)", "int")),
     *(({name: None}, (f"'{name}'", "NoneType")) for name in ("num_attention_heads", "hidden_act", *SWITCHES)),
     *(({name: "no"}, (f"'{name}'", "str (value: 'no')")) for name in ("attention_out_bias", *SWITCHES)),

@@ -457,7 +457,5 @@ class TestEngineContract:
         model = tiny_model(num_attention_heads=6, num_noise_heads=2)
         query = model.model.layers[0].self_attn.q_proj
         query.weight = nn.Parameter(query.weight.chunk(3)[0])
-        with pytest.raises(
-            ValueError, match="`num_noise_heads` must be a multiple of the tensor-parallel processes, got 2"
-        ):
+        with pytest.raises(ValueError, match="`num_noise_heads` must be a multiple of the tensor-parallel size, got 2"):
             model(tokens(1, 5))

@@ -83,8 +83,8 @@ CSV = {"test_csv": "text,category\nWhy?,a\n"}
         ("trec", {"train_txt": GOOD + "Who ?\n"}, r"train.txt, line 2: .* `COARSE:fine question`.* got `Who \?`"),
         ("trec", {"test_txt": "PLACE:x Who ?"}, r"test.txt, line 1: .*COARSE one of ABBR, DESC.* got `PLACE:x Who \?`"),
         ("trec", {"test_txt": "\n"}, "has no test examples"),
-        ("trec", {"test_txt": "HUM:ind Who ?\n"}, "has no training examples of the test classes human"),
-        ("trec", {"test_txt": GOOD}, "has no training examples of the test classes location"),
+        ("trec", {"test_txt": "HUM:ind Who ?\n"}, "no training examples of the test classes human"),
+        ("trec", {"test_txt": GOOD}, "no training examples of the test classes location"),
         ("banking77", CSV | {"train_csv": "query,intent\na,b\n"}, "without `text`; its fields are query, intent"),
         ("banking77", CSV | {"train_csv": "text,category\n,b\n"}, "train.csv, row 1, has no text"),
         ("banking77", CSV | {"train_csv": "text,category\na,b\nc,\n"}, "train.csv, row 2, has no class"),
@@ -155,7 +155,9 @@ def test_one_class_needs_no_model() -> None:
 
 def test_classes_with_a_common_token_prefix_are_refused() -> None:
     loaded = rule_based_lm(lambda _: "", "")
-    with pytest.raises(ValueError, match="tokenizer of rule_based_lm must not encode class time as the beginning of timer"):
+    with pytest.raises(
+        ValueError, match="tokenizer of rule_based_lm must not encode class time as the beginning of timer"
+    ):
         option_ids(loaded, ":", {"date": "date", "timer": "timer", "time": "time"})
 
 

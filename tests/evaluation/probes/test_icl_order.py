@@ -109,5 +109,7 @@ def test_margin_by_chance_is_what_shuffled_answers_have() -> None:
 def test_tokenizers_that_fit_different_demonstrations_are_refused(tmp_path: Path) -> None:
     frugal = steady()
     frugal.tokenizer.add_tokens(["Question: question"])
-    with pytest.raises(ValueError, match="Different numbers of demonstrations fit with the tokenizers of the two models"):
+    with pytest.raises(
+        ValueError, match="Different numbers of demonstrations fit with the tokenizers of the two models"
+    ):
         run_probe(ShotOrder(length=400), steady(), frugal, output=tmp_path / "out", data=trec(tmp_path))

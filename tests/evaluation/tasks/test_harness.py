@@ -191,7 +191,9 @@ def test_group_of_needles_has_every_pair_of_the_probe(models: Path) -> None:
 def test_needles_need_a_tokenizer_and_room(models: Path) -> None:
     with pytest.raises(ValueError, match="Name a tokenizer with --metadata tokenizer=DIR"):
         needles("1_of_1")
-    with pytest.raises(ValueError, match="--metadata length=TOKENS must hold the question and a sentence of text, got 20"):
+    with pytest.raises(
+        ValueError, match="--metadata length=TOKENS must hold the question and a sentence of text, got 20"
+    ):
         needles("1_of_1", pretrained=str(models / "llama"), length=20)
 
 
