@@ -302,9 +302,7 @@ class DifferentialLlamaConfig(PreTrainedConfig):
             for number in numbers:
                 check_bounds(field, number, bounds)
         if rope_type == "dynamic" and self.rotary_dim < 4:
-            refuse(
-                "head_dim", self.head_dim, f"must be {4 * self.head_dim // self.rotary_dim} or more for 'dynamic' RoPE"
-            )
+            refuse("head_dim", self.head_dim, "must give each map 4 or more dimensions for rope_type='dynamic'")
         low, high = rope.get("low_freq_factor", 0), rope.get("high_freq_factor", float("inf"))
         if rope_type == "llama3" and low >= high:
             refuse("rope_parameters['high_freq_factor']", high, f"must be greater than 'low_freq_factor' ({low})")

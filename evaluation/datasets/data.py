@@ -121,7 +121,7 @@ def text_field(row: dict[str, Any], name: str | Sequence[str], file: Path) -> st
     value = field(row, name, file)
     if not isinstance(value, str) or not value.strip() or re.search("[\ud800-\udfff]", value):  # half a character
         names = name if isinstance(name, str) else " or ".join(name)
-        raise ValueError(f"{file} has a row in which {names} must be a non-empty text, got {value!r:.60}.")
+        raise ValueError(f"{file} has a row in which {names} must be non-empty text, got {value!r:.60}.")
     return value
 
 

@@ -155,9 +155,7 @@ def test_one_class_needs_no_model() -> None:
 
 def test_classes_with_a_common_token_prefix_are_refused() -> None:
     loaded = rule_based_lm(lambda _: "", "")
-    with pytest.raises(
-        ValueError, match="tokenizer of rule_based_lm must not encode class time as the beginning of timer"
-    ):
+    with pytest.raises(ValueError, match="must not encode class time as the beginning of timer"):
         option_ids(loaded, ":", {"date": "date", "timer": "timer", "time": "time"})
 
 

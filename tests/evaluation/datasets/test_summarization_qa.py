@@ -47,11 +47,7 @@ def test_prompts_of_ircot(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
-            "test.jsonl",
-            '{"text": "One."}',
-            "without `answer` or `answers` or `summary` or `highlights`; its fields are text",
-        ),
+        ("test.jsonl", '{"text": "One."}', "without `answer` or `answers` or `summary` or `highlights`; .* text"),
         ("test.jsonl", '{"answer": "One."}', "test.jsonl has a row without `context` or `document` or `article`"),
         ("test.jsonl", '{"answer": "1", "context": "One."}', "test.jsonl has a row without `question` or `input`"),
         (
@@ -59,22 +55,10 @@ def test_prompts_of_ircot(tmp_path: Path) -> None:
             '{"answer": "1", "context": {"title": []}}',
             "neither a text nor a list of titles with sentences",
         ),
-        ("test.jsonl", '{"answer": "1", "context": [], "question": "?"}', "the document a non-empty text, got ''"),
-        (
-            "test.jsonl",
-            '{"answer": "1", "context": "One.", "question": 5}',
-            "question or input a non-empty text, got 5",
-        ),
-        (
-            "test.jsonl",
-            '{"answers": [], "context": "One.", "question": "?"}',
-            r"the reference a non-empty text, got \[\]",
-        ),
-        (
-            "test.jsonl",
-            '{"answers": ["1", 2], "context": "One.", "question": "?"}',
-            "the reference a non-empty text, got 2",
-        ),
+        ("test.jsonl", '{"answer": "1", "context": [], "question": "?"}', "the document must be .* got ''"),
+        ("test.jsonl", '{"answer": "1", "context": "One.", "question": 5}', "question or input must be .* got 5"),
+        ("test.jsonl", '{"answers": [], "context": "One.", "question": "?"}', r"the reference must be .* got \[\]"),
+        ("test.jsonl", '{"answers": ["1", 2], "context": "One.", "question": "?"}', "the reference must be .* got 2"),
         ("other.jsonl", "{}", "has no qasper.jsonl or test.jsonl or validation.jsonl or dev.json"),
     ],
 )

@@ -54,40 +54,20 @@ def test_other_rows_of_that_form(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "name", "content", "message"),
     [
-        (
-            "gsm8k",
-            "test.jsonl",
-            '{"text": "2 + 2?"}',
-            "without `question` or `problem` or `context`; its fields are text",
-        ),
+        ("gsm8k", "test.jsonl", '{"text": "2 + 2?"}', "without `question` or `problem` or `context`; .* text"),
         ("math", "math.jsonl", '{"context": "2 + 2?"}', "math.jsonl has a row without `answer`"),
-        ("gsm8k", "test.jsonl", '{"question": "?", "answer": true}', "answer a non-empty text, got True"),
-        ("gsm8k", "test.jsonl", '{"question": "?", "answer": "It is #### "}', "answer a non-empty text, got ''"),
-        ("svamp", "SVAMP.json", '[{"Body": "", "Question": "?", "Answer": 1}]', "Body a non-empty text, got ''"),
-        (
-            "svamp",
-            "SVAMP.json",
-            '[{"Body": "1.", "Question": "?", "Answer": [1]}]',
-            r"Answer a non-empty text, got \[1\]",
-        ),
+        ("gsm8k", "test.jsonl", '{"question": "?", "answer": true}', "answer must be .* got True"),
+        ("gsm8k", "test.jsonl", '{"question": "?", "answer": "It is #### "}', "answer must be .* got ''"),
+        ("svamp", "SVAMP.json", '[{"Body": "", "Question": "?", "Answer": 1}]', "Body must be .* got ''"),
+        ("svamp", "SVAMP.json", '[{"Body": "1.", "Question": "?", "Answer": [1]}]', r"Answer must be .* got \[1\]"),
         ("svamp", "other.json", "[]", "has no SVAMP.json. Name the file or its folder with --data"),
         ("asdiv", "ASDiv.xml", "<a>", "ASDiv.xml is not XML"),
-        (
-            "asdiv",
-            "ASDiv.xml",
-            "<a><Problem><Body>1</Body></Problem></a>",
-            "row without `Question`; its fields are Body",
-        ),
+        ("asdiv", "ASDiv.xml", "<a><Problem><Body>1</Body></Problem></a>", "row without `Question`; .* Body"),
         ("asdiv", "ASDiv.xml", "<a/>", "has no problem"),
         ("mawps", "a.csv", "Question,Answer\n1,1", "a.csv has a row without `Numbers`"),
         ("mawps", "a.csv", "Question,Numbers,Answer\nnumber0,,1", "more numbers than its `Numbers`: number0"),
         ("mawps", "a.csv", "Question,Numbers,Answer\nnumber1,2,1", "more numbers than its `Numbers`: number1"),
-        (
-            "mawps",
-            "a.csv",
-            "Question,Numbers,Answer\nnumber0,2,",
-            "a.csv has a row in which Answer a non-empty text, got ''",
-        ),
+        ("mawps", "a.csv", "Question,Numbers,Answer\nnumber0,2,", "a.csv has a row in which Answer must be .* got ''"),
     ],
 )
 def test_malformed_files_are_refused(task: str, name: str, content: str, message: str, tmp_path: Path) -> None:

@@ -83,5 +83,5 @@ def test_ngrams_that_other_texts_have_often_are_no_hits(tmp_path: Path) -> None:
 
 
 def test_frequent_without_other_texts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--frequent needs other texts than the 2 measured. Lower --texts"):
+    with pytest.raises(ValueError, match=r"--frequent needs other texts than the 2 measured\. Lower --texts"):
         run_probe(Recall(length=50, frequent=1250), reciter(), output=tmp_path)
