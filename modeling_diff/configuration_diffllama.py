@@ -298,7 +298,7 @@ class DifferentialLlamaConfig(PreTrainedConfig):
             elif not isinstance(numbers, list) or len(numbers) != self.rotary_dim // 2:
                 count = len(numbers) if isinstance(numbers, list) else 0
                 rule = f"must have {self.rotary_dim // 2} numbers, half of the rotated width {self.rotary_dim}"
-                refuse(field, numbers, f"{rule}, has {count}")
+                refuse(field, numbers, f"{rule}, not {count}")
             for number in numbers:
                 check_bounds(field, number, bounds)
         if rope_type == "dynamic" and self.rotary_dim < 4:
@@ -360,7 +360,7 @@ class DifferentialLlamaConfig(PreTrainedConfig):
                 continue
             if len(entries) != self.num_hidden_layers:
                 rule = f"must have an entry for each of the `num_hidden_layers` ({self.num_hidden_layers}) layers"
-                refuse(name, entries, f"{rule}, has {len(entries)}")
+                refuse(name, entries, f"{rule}, not {len(entries)}")
             if values is not None and not set(entries) <= set(values):
                 refuse(name, entries, f"must contain only {values[0]!r} and {values[1]!r}")
         if self.sliding_window is None and "sliding_attention" in (self.layer_types or ()):

@@ -71,7 +71,7 @@ def check_attention_mask(mask: Any, b: int, n: int, cache: Cache | None) -> None
     if cache is None or shape != (b, max(sum(cache.get_mask_sizes(n, i)) for i in range(max(1, len(cache.layers))))):
         raise ValueError(
             f"`attention_mask` must be [{b}, {int(past) + n}], with a 1 for each of the {int(past)} tokens in the "
-            f"cache and the {n} new ones, and a 0 for padding, got {list(shape)}."
+            f"cache and the {n} new ones and a 0 for padding, got {list(shape)}."
         )
 
 

@@ -1,9 +1,9 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Training: what is differential about it, and pre-training by transformers' Trainer.
+"""Training tools specific to differential models, and pre-training with transformers' Trainer.
 
-The model needs nothing of this to be trained: `Trainer`, peft, TRL and accelerate treat it as any other. What is here
-needs `pip install '.[train]'`, each name only what it uses.
+Training does not require this package: `Trainer`, peft, TRL and accelerate train the model as any other. It needs
+`pip install '.[train]'`; each name imports only what it uses.
 """
 
 import importlib

@@ -1,9 +1,9 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Training V1's vectors of λ in full beside an adapter.
+"""Train V1's λ vectors in full together with a peft adapter.
 
-peft trains and saves whole modules (`modules_to_save`), and these vectors are parameters of the attention itself. But
-it loads whatever parameters of the model an adapter's file names, so it is enough to write them there.
+peft trains and saves whole modules (`modules_to_save`), but these vectors are parameters of the attention module. It
+loads all parameters of the model that an adapter's file names, so it is enough to write the vectors there.
 """
 
 import os
@@ -27,37 +27,37 @@ LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
 def train_lambdas(model: "PeftModel") -> "PeftModel":
-    """Makes the vectors of λ, four [d] in every layer of a V1 model, trainable beside the model's adapter.
+    """Makes the λ vectors, four [d] in every layer of a V1 model, trainable together with the model's adapter.
 
-    From here on `model.save_pretrained` writes them into the adapter's file too, and so do a Trainer's checkpoints and
-    `push_to_hub`. Loading needs nothing of this: peft and transformers set them with the adapter, wherever it is
-    loaded. To train an adapter that was loaded, or to save it again, call this after loading, too.
+    Afterwards, `model.save_pretrained`, a Trainer's checkpoints and `push_to_hub` write them into the adapter's file,
+    too. Loading does not need this function: peft and transformers load them with the adapter. To train a loaded
+    adapter further, or to save it again, call this function after loading.
 
-    The vectors stay the model's own, not the adapter's: `disable_adapter()`, `unload()` and another active adapter
-    leave them trained, adapters in one model share them, and loading an adapter that has some replaces them. Vectors
-    in half precision become float32, as adapters do, or small steps would be rounded away; loading the adapter rounds
-    them to the model's dtype again. A Trainer decays them if it has a `weight_decay`.
+    The vectors belong to the model, not to the adapter: `disable_adapter()`, `unload()` and another active adapter do
+    not reset them, all adapters of a model share them, and loading an adapter that has them replaces them. Vectors in
+    half precision become float32, as adapters do, because small updates would be lost to rounding. Loading the adapter
+    rounds them to the model's dtype again. A Trainer with `weight_decay` decays them.
 
     Args:
-        model: what `get_peft_model` or `PeftModel.from_pretrained` returned. It is changed.
+        model: a model returned by `get_peft_model` or `PeftModel.from_pretrained`. It is modified.
 
     Returns:
         `model`.
 
     Raises:
-        `TypeError`: `model` is no `PeftModel`.
-        `ValueError`: it has no such vectors.
+        `TypeError`: `model` is not a `PeftModel`.
+        `ValueError`: the model has no λ vectors.
     """
     from peft import PeftModel
 
     if not isinstance(model, PeftModel):
-        raise TypeError(f"`model` is a {type(model).__name__}; `peft.get_peft_model(model, config)` makes a PeftModel.")
+        raise TypeError(f"`model` must be a PeftModel (see `peft.get_peft_model`), got {type(model).__name__}.")
     vectors = _vectors(model.named_parameters())
     if not vectors:
         raise ValueError(
-            f"`model` has no vectors of λ ({', '.join(LAMBDAS)}): its `diff_variant` is "
-            f"{getattr(model.config, 'diff_variant', None)!r}, and 'v1' has them. The projection of λ in 'v2' is "
-            'trained by `LoraConfig(modules_to_save=["lambda_proj"])`.'
+            f"`model` has no λ vectors ({', '.join(LAMBDAS)}), which need `diff_variant` 'v1', got "
+            f"{getattr(model.config, 'diff_variant', None)!r}. To train the λ projection of 'v2', use "
+            '`LoraConfig(modules_to_save=["lambda_proj"])`.'
         )
     for vector in vectors.values():
         vector.data = vector.data.to(at_least_float32(vector.dtype))
@@ -71,15 +71,15 @@ def _vectors(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Ten
 
 
 def _save_pretrained(self: "PeftModel", save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-    """`PeftModel.save_pretrained`, with the vectors of λ in every adapter's file.
+    """`PeftModel.save_pretrained` with the λ vectors in every adapter's file.
 
-    What is in the folder is replaced when everything is written: a file without the vectors would load without a word.
+    Files in the folder are replaced when all are written, because a file without the vectors would load silently.
     """
-    state_dict = kwargs.get("state_dict")  # a Trainer's, where the parameters are sharded
+    state_dict = kwargs.get("state_dict")  # given by a Trainer with sharded parameters
     tensors = self.named_parameters() if state_dict is None else state_dict.items()
     vectors = {name: tensor.detach().cpu().clone() for name, tensor in _vectors(tensors).items()}
     if not vectors:
-        raise ValueError("`state_dict` has no vectors of λ; give that of the whole model, or none.")
+        raise ValueError("`state_dict` has no λ vectors. Pass that of the whole model, or none.")
     folder = Path(save_directory)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Training stops at a NaN, before it reaches the weights."""
+"""Stop a training at the first NaN, before it reaches the weights."""
 
 import math
 from typing import Any
@@ -11,36 +11,36 @@ from transformers import TrainerCallback, TrainingArguments
 
 
 def scales_losses(args: TrainingArguments) -> bool:
-    """Whether gradients are scaled, as fp16 needs it, of the Trainer's or of accelerate's making."""
+    """Whether the Trainer or accelerate scales losses, as fp16 requires."""
     return args.fp16 or getattr(args, "mixed_precision", None) == "fp16"
 
 
 class StopOnNonFiniteCallback(TrainerCallback):
-    """Stops a training at the first step whose gradients are not finite, before they touch the weights.
+    """Stops a training at the first step with non-finite gradients, before they reach the weights.
 
-    (The Trainer itself goes on, and shows the mean of earlier losses in place of one that is NaN.) Under DeepSpeed,
-    which keeps gradients to itself, it stops when such a step is logged. Under fp16 it lets gradients be: the loss
+    Without it, the Trainer continues, and logs the mean of earlier losses in place of a NaN. With DeepSpeed, which does
+    not expose gradients, training stops when such a step is logged. With fp16, gradients are not checked: the loss
     scaler skips steps that overflow.
 
     Raises:
-        FloatingPointError: with the step, from `Trainer.train`.
+        FloatingPointError: from `Trainer.train`. The message names the step.
     """
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Has losses logged as they are."""
+        """Turns off the Trainer's filter of NaN losses."""
         args.logging_nan_inf_filter = False
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        """Looks at the gradients."""
+        """Checks the gradients."""
         if scales_losses(args):
             return
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         if not gradients:
             return
         parts = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-        filled = [part for part in parts if part.numel()]  # of a small parameter a process may have nothing
+        filled = [part for part in parts if part.numel()]  # a process may have no part of a small parameter
         finite = torch.ones((), dtype=torch.int32, device=parts[0].device)
         finite *= torch.isfinite(torch.nn.utils.get_total_norm(filled, math.inf))
         if any(isinstance(gradient, DTensor) for gradient in gradients):
@@ -53,11 +53,11 @@ class StopOnNonFiniteCallback(TrainerCallback):
             )
 
     def on_log(self, args: TrainingArguments, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Looks at what is logged."""
+        """Checks the logged loss and gradient norm."""
         for name in ("loss", "grad_norm"):
             value = (logs or {}).get(name, 0.0)
             if not (math.isfinite(value) or (scales_losses(args) and name == "grad_norm")):
                 raise FloatingPointError(
-                    f"Step {state.global_step}: `{name}` is {value}. The weights may be lost: resume from an earlier "
-                    f"checkpoint in {args.output_dir}."
+                    f"Step {state.global_step}: `{name}` is {value}. The weights may not be finite. Resume from an "
+                    f"earlier checkpoint in {args.output_dir}."
                 )

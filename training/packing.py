@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Text as sequences of tokens of one length: packed once and kept on disk, or packed while it is streamed."""
+"""Pack text into token sequences of equal length: once and stored on disk, or while it is streamed."""
 
 import hashlib
 import inspect
@@ -22,21 +22,21 @@ from transformers import PreTrainedTokenizerBase
 
 
 FORMATS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-"""Suffix of a file, apart from a compression's -> the loader of `datasets` that reads it."""
+"""Suffix of a file, without that of its compression -> loader of `datasets`."""
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 BATCH = 1_000_000
-"""About so many characters are tokenised together."""
+"""Approximate number of characters that are tokenised together."""
 
 PACKING = 1
-"""Raised when `pack` makes other sequences of the same text: runs that began with another number cannot go on."""
+"""Version of `pack`. Increase it when the same text gives other sequences: runs of earlier versions cannot resume."""
 
 
 def find_files(files: str | list[str]) -> list[Path]:
-    """The files that paths, folders and patterns name, in order; in the latter two, files of a known suffix.
+    """Finds the files of paths, folders and patterns, in order.
 
-    Hidden ones are left out. Raises `ValueError` for a name without files, and for a file of no known suffix.
+    Folders and patterns give visible files with a known suffix. Raises `ValueError` for a name without such files.
     """
     names = [files] if isinstance(files, str) else files
     if not names or "" in names:
@@ -45,18 +45,18 @@ def find_files(files: str | list[str]) -> list[Path]:
     for name in names:
         path = Path(name).expanduser()
         if path.is_file() and not file_format(path):
-            raise ValueError(f"`data.files`: {name} must end in one of {', '.join(FORMATS)}, compressed or not.")
+            raise ValueError(f"`data.files` must end in one of {', '.join(FORMATS)}, compressed or not, got {name}.")
         pattern = f"{escape(str(path))}{'/**' if path.is_dir() else ''}" if path.exists() else str(path)
         matches = map(Path, sorted(glob(pattern, recursive=True)))
         paths = [match for match in matches if match.is_file() and file_format(match)]
         if not paths:
-            raise ValueError(f"`data.files`: {name} names no file with text ({', '.join(FORMATS)}).")
+            raise ValueError(f"`data.files` must name files with text ({', '.join(FORMATS)}), found none at {name}.")
         found += paths
     return found
 
 
 def file_format(path: Path) -> str | None:
-    """The loader of `datasets` for a file, or `None`."""
+    """Returns the loader of `datasets` for a file, or `None`."""
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in COMPRESSED]
     return FORMATS.get(suffixes[-1]) if suffixes else None
 
@@ -69,19 +69,22 @@ def read_documents(
     revision: str | None = None,
     column: str = "text",
 ) -> Iterator[str]:
-    """Documents, streamed: one after the other from disk or the Hub.
+    """Streams documents from disk or the Hub.
 
-    A text file is one document and is tokenised whole, which takes about 150 times its size in memory: huge ones should
-    be rows of a `.jsonl`.
+    A text file is one document. It is tokenised as a whole, which takes about 150 times its size in memory, so large
+    texts should be rows of a `.jsonl`.
 
     Args:
-        files: paths, folders or patterns, of text (`.txt`, `.md`: a file is a document), JSON lines, Parquet or CSV
-            (a row is one), compressed or not. Or
-        dataset: a repository of the Hub, with its configuration's `name`, `split` and `revision`.
-        column: where the text stands in a row.
+        files: paths, folders or patterns of text (`.txt`, `.md`: one document per file), JSON lines, Parquet or CSV
+            (one document per row), compressed or not. Give exactly one of `files` and `dataset`.
+        dataset: a repository of the Hub.
+        name: of the repository's configuration.
+        split: of the repository.
+        revision: branch, tag or commit of the repository.
+        column: the column with the text.
 
     Raises:
-        ValueError: files are missing or of an unknown kind, or a row has no such column, or no text there.
+        ValueError: a file is missing or has an unknown format, or a row has no text in the column.
     """
     if (files is None) == (dataset is None):
         raise ValueError("`data` needs exactly one of `files` and `dataset`.")
@@ -100,20 +103,20 @@ def read_documents(
                 rows = load_dataset(loader, data_files=escape(str(path)), split="train", streaming=True, **options)
                 yield from iter_column(rows, column)
         except Exception as error:  # whatever a decompressor or parser raises
-            raise ValueError(f"`data.files`: cannot read {path}: {error}") from error
+            raise ValueError(f"`data.files`: {path} cannot be read: {error}") from error
 
 
 DEFAULTS = {name: field.default for name, field in inspect.signature(read_documents).parameters.items()}
 
 
 def iter_column(rows: Iterable[dict[str, Any]], column: str) -> Iterator[str]:
-    """The texts in one column, without those that are missing."""
+    """Yields the texts in one column, without missing ones. Raises `ValueError` if it has something else."""
     for row in rows:
         if column not in row:
             columns = ", ".join(f"`{name}`" for name in row)
             raise ValueError(f"`data.column` must name a column with text, got {column!r}; the columns are {columns}.")
         if not isinstance(row[column], str | None):
-            raise ValueError(f"`data.column`: {column!r} must be a column with text, it has {row[column]!r}.")
+            raise ValueError(f"`data.column` must name a column with text, got {column!r}, which has {row[column]!r}.")
         if row[column]:
             yield row[column]
 
@@ -121,13 +124,13 @@ def iter_column(rows: Iterable[dict[str, Any]], column: str) -> Iterator[str]:
 def pack(
     documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int, max_tokens: int | None = None
 ) -> Iterator[dict[str, list[int]]]:
-    """Cuts the stream of all documents into sequences of `length` tokens.
+    """Packs documents into sequences of `length` tokens.
 
-    Each document is encoded as the tokenizer does it and ended by its end-of-text token; nothing is lost but what
-    does not fill the last sequence, or comes after `max_tokens`. Documents without text are left out.
+    Each document is tokenised and ends with the EOS token. Tokens that do not fill the last sequence, or come after
+    `max_tokens`, are dropped. Documents without text are skipped.
 
     Raises:
-        ValueError: all texts together do not fill a sequence.
+        ValueError: all texts together are shorter than a sequence.
     """
     stream = islice(chain.from_iterable(tokenised(documents, tokenizer)), max_tokens)
     empty = True
@@ -139,7 +142,7 @@ def pack(
 
 
 def tokenised(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """The tokens of documents of about `BATCH` characters together, each ended by the end-of-text token."""
+    """Yields the tokens of batches of about `BATCH` characters, with the EOS token after each document."""
     end = tokenizer.eos_token_id
 
     def encode(batch: list[str]) -> list[int]:
@@ -159,38 +162,38 @@ def tokenised(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> I
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises `ValueError` if the tokenizer cannot end documents."""
+    """Raises `ValueError` if the tokenizer has no EOS token."""
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"The tokenizer {tokenizer.name_or_path} needs an `eos_token`, which ends documents.")
+        raise ValueError(f"The tokenizer {tokenizer.name_or_path} must have an `eos_token`, to end documents.")
 
 
 def too_short(length: int, tokens: int) -> ValueError:
-    """The error for a text without a whole sequence."""
-    return ValueError(f"`data`: the text must fill at least one sequence of {length} tokens, it has {tokens}.")
+    """Returns the error for a text that is shorter than a sequence."""
+    return ValueError(f"`data` must have text for at least one sequence of {length} tokens, got {tokens} tokens.")
 
 
 def resolve_revision(source: dict[str, Any]) -> dict[str, Any]:
-    """What to read, with the commit of a repository of the Hub, as far as it can be asked. A commit stays as it is."""
+    """Replaces the branch or tag of a repository of the Hub by its commit, if the Hub can be reached."""
     dataset, revision = source.get("dataset"), source.get("revision")
     if not dataset or Path(dataset).exists() or REGEX_COMMIT_HASH.fullmatch(revision or ""):
         return source
     try:
         return source | {"revision": HfApi().dataset_info(dataset, revision=revision).sha}
-    except (OSError, HfHubHTTPError):  # offline: what `datasets` has of it
+    except (OSError, HfHubHTTPError):  # offline: `datasets` uses its cache
         return source
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase, length: int, max_tokens: int | None = None, **source: Any) -> str:
-    """32 hexadecimal digits that differ where `load_packed_dataset` gives other sequences.
+    """Computes a fingerprint, 32 hexadecimal digits, that differs if `load_packed_dataset` returns other sequences.
 
-    The arguments are those of `load_packed_dataset`, or `streaming=True` for a `PackedStream`. Branches and tags are
-    not resolved here.
+    The arguments are those of `load_packed_dataset`; add `streaming=True` for a `PackedStream`. Branches and tags are
+    not resolved to commits.
     """
     files: list[Path] = find_files(source["files"]) if source.get("files") is not None else []
     if source.get("dataset") and Path(source["dataset"]).exists():
         files = [path for path in sorted(Path(source["dataset"]).rglob("*")) if path.is_file()]
     fields = DEFAULTS | source
-    del fields["files"]  # which they are is told by their paths
+    del fields["files"]  # "files" below identifies them
     known = {
         "packing": PACKING,
         "source": fields,
@@ -212,28 +215,28 @@ def load_packed_dataset(
     cache_dir: str | None = None,
     **source: Any,
 ) -> Dataset:
-    """Sequences for a causal language model, from text, as a dataset that is memory-mapped.
+    """Packs text into sequences for a causal language model, as a memory-mapped dataset.
 
-    Text is tokenised and packed at the first call, with progress. A later call with the same text, tokenizer and
-    length finds the result in the cache of `datasets`.
+    The first call tokenises and packs the text, with a progress bar. Later calls with the same text, tokenizer and
+    length load the result from the cache of `datasets`.
 
     Args:
-        tokenizer: with an `eos_token`, to end documents.
-        length: tokens of a sequence.
-        max_tokens: at most so many in all.
-        cache_dir: another place than that of `datasets`.
-        source: what to read, see `read_documents`.
+        tokenizer: must have an `eos_token`, to end documents.
+        length: sequence length in tokens.
+        max_tokens: maximum number of tokens in all.
+        cache_dir: cache folder; by default that of `datasets`.
+        source: arguments of `read_documents`.
 
     Returns:
-        Rows with `input_ids`, `length` int32 each.
+        Rows with `input_ids`, [length] in int32.
 
     Raises:
-        ValueError: the tokenizer has no `eos_token`, the text is shorter than a sequence, or see `read_documents`.
+        ValueError: the tokenizer has no `eos_token`, the text is shorter than a sequence, or `read_documents` fails.
     """
     check_tokenizer(tokenizer)
     if max_tokens is not None and max_tokens < length:
-        raise ValueError(f"`data.max_tokens` must be a sequence of {length} at least, got {max_tokens}.")
-    source = resolve_revision(source)  # the commit that is read is the one that is known by its fingerprint
+        raise ValueError(f"`data.max_tokens` must be at least {length}, the sequence length, got {max_tokens}.")
+    source = resolve_revision(source)  # so that the fingerprint is that of the commit that is read
     try:
         return Dataset.from_generator(
             lambda: pack(read_documents(**source), tokenizer, length, max_tokens),
@@ -248,21 +251,21 @@ def load_packed_dataset(
 class PackedStream(IterableDataset):
     """Sequences for a causal language model, packed while a dataset is streamed, so that training starts at once.
 
-    They are those of `load_packed_dataset`, in the order of the dataset, without shuffling; after the last one the
-    dataset is read again from its beginning. Nothing is kept on disk. With several processes the Trainer has the main
-    one read and deals its sequences out, so what is learned does not depend on their number.
+    They are the sequences of `load_packed_dataset` in the order of the dataset, without shuffling. At its end, the
+    dataset is read again from the beginning. Nothing is stored on disk. With several processes, the Trainer's main
+    process reads and distributes the sequences, so the result does not depend on the number of processes.
 
     Args:
-        tokenizer: with an `eos_token`, to end documents.
-        length: tokens of a sequence.
-        sequences: how many there are, in all epochs.
-        held_out: so many sequences at the beginning of the dataset are left out.
-        state: what `state` gave, to go on from there.
-        source: what to read, see `read_documents`: `dataset`, and what belongs to it.
+        tokenizer: must have an `eos_token`, to end documents.
+        length: sequence length in tokens.
+        sequences: total number of sequences, over all epochs.
+        held_out: number of sequences to skip at the beginning of the dataset.
+        state: a value of `state()` to resume from.
+        dataset: see `read_documents`, as for `name`, `split`, `revision` and `column`.
 
     Raises:
-        ValueError: the tokenizer has no `eos_token`; and, when it is read, the text is shorter than the sequences left
-            out and one, or see `read_documents`.
+        ValueError: the tokenizer has no `eos_token`. When it is read: the text has no sequence after those held out, or
+            `read_documents` would fail.
     """
 
     def __init__(
@@ -286,7 +289,7 @@ class PackedStream(IterableDataset):
         self.states = [state or {"sequences": 0, "rows": None, "rest": [], "skip": held_out * length}]
 
     def __len__(self) -> int:
-        """How many sequences there are, with those before `state`."""
+        """Total number of sequences, including those before `state`."""
         return self.sequences
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
@@ -315,9 +318,9 @@ class PackedStream(IterableDataset):
             self.states.append({"sequences": done, "rows": None, "rest": [], "skip": skip})
 
     def state(self, sequences: int) -> dict[str, Any]:
-        """From where another stream goes on after so many sequences, as JSON keeps it. Forgets what was before."""
+        """Returns the JSON state from which another stream resumes after `sequences`. Forgets earlier states."""
         while len(self.states) > 1 and self.states[1]["sequences"] <= sequences:
             del self.states[0]
         state = self.states[0]
-        left_out = (sequences - state["sequences"]) * self.length  # of the documents that are tokenised next
+        left_out = (sequences - state["sequences"]) * self.length  # tokens of the documents that are tokenised next
         return state | {"sequences": sequences, "skip": state["skip"] + left_out}

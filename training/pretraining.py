@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Pre-training, by transformers' Trainer, as a YAML file says."""
+"""Pre-training with transformers' Trainer, configured by a YAML file."""
 
 import dataclasses
 import json
@@ -39,17 +39,17 @@ from diffllama.training.stats import DifferentialStatsCallback
 
 
 RECORD = "pretraining.json"
-"""File in the output folder with digests of what must not change when a training goes on, which tell nothing else;
-and, of text in a repository, the branch or tag and the commit that it is read at."""
+"""File in the output folder with digests of the settings that must not change when a training is resumed. For text in a
+repository, it also has the branch or tag and the commit."""
 
 REVISION, COMMIT = "data.revision", "data.commit"
 
 OTHERS = ("checkpoint-*", "config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json", "*.bin")
-"""What another model or training leaves in a folder."""
+"""Files that another model or training leaves in a folder."""
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """What `read_sections` reads, with the fields of `model` and `training` checked too. Raises alike."""
+    """Reads a file with `read_sections`, and also checks the fields of `model` and `training`. Raises likewise."""
     settings = read_sections(path)
     fields = dict.fromkeys([*MODEL_SOURCES, *(field.name for field in dataclasses.fields(DiffLlamaConfig))])
     settings["model"] = check_fields(settings["model"], fields, f"{path}: `model`")
@@ -57,14 +57,14 @@ def read_settings(path: Path) -> dict[str, Any]:
     settings["training"] = training = check_fields(settings["training"], types, f"{path}: `training`")
     if settings["data"].get("streaming"):
         if training.get("max_steps", 0) < 1:
-            raise ValueError(f"{path}: `data.streaming` needs `training.max_steps`, for a stream has no length.")
+            raise ValueError(f"{path}: `data.streaming` needs `training.max_steps`, because a stream has no length.")
         if training.get("dataloader_num_workers", 0) > 0:
             raise ValueError(f"{path}: `training.dataloader_num_workers` must be 0 with `data.streaming`.")
     return settings
 
 
 def accumulation(settings: Mapping[str, Any], processes: int) -> int:
-    """How many batches every process adds up to `tokens_per_step`. Raises `ValueError` if they do not divide it."""
+    """Computes the gradient accumulation steps. Raises `ValueError` if a batch does not divide `tokens_per_step`."""
     batch = settings["training"].get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size)
     tokens = batch * settings["sequence_length"] * processes
     if tokens < 1 or settings["tokens_per_step"] % tokens:
@@ -77,10 +77,10 @@ def accumulation(settings: Mapping[str, Any], processes: int) -> int:
 
 
 def training_arguments(settings: Mapping[str, Any], of_baseline: bool) -> TrainingArguments:
-    """The Trainer's arguments.
+    """Makes the Trainer's arguments.
 
-    Raises `ValueError` for what is computed here, for checkpoints that no training could go on from, for evaluation
-    without text or the other way round, and for several GPUs in a process.
+    Raises `ValueError` for arguments that are computed here, for checkpoints from which a training cannot resume, for
+    evaluation without text (or text without evaluation), and for several GPUs in one process.
     """
     given = dict(settings["training"])
     if "gradient_accumulation_steps" in given:
@@ -92,49 +92,49 @@ def training_arguments(settings: Mapping[str, Any], of_baseline: bool) -> Traini
         given |= {
             name: f"{given[name]}-baseline" for name in ("output_dir", "hub_model_id", "run_name") if name in given
         }
-    processes = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1  # as accelerate sees it
+    processes = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1  # accelerate's rule
     arguments = TrainingArguments(**given, gradient_accumulation_steps=accumulation(settings, processes))
     if arguments.n_gpu > 1:
-        raise ValueError(f"{arguments.n_gpu} GPUs need a process each: accelerate launch -m diffllama pretrain …")
+        raise ValueError(f"Each of {arguments.n_gpu} GPUs needs a process: accelerate launch -m diffllama pretrain …")
     for name, value in {
         "auto_find_batch_size": arguments.auto_find_batch_size,
         "accelerator_config.split_batches": arguments.accelerator_config.split_batches,
     }.items():
         if value:
-            raise ValueError(f"`training.{name}` must be false: a step would see fewer than `tokens_per_step`.")
+            raise ValueError(f"`training.{name}` must be false: steps would have fewer tokens than `tokens_per_step`.")
     if arguments.save_only_model:
-        raise ValueError("`training.save_only_model` must be false: from such checkpoints no training can go on.")
+        raise ValueError("`training.save_only_model` must be false: a training cannot resume from such checkpoints.")
     if arguments.load_best_model_at_end and arguments.save_total_limit == 1:
-        raise ValueError("`training.save_total_limit` must be 2 at least, for the best checkpoint and the last, got 1.")
+        raise ValueError("`training.save_total_limit` must be at least 2 (best and last checkpoint), got 1.")
     if bool(settings["data"].get("evaluation_sequences")) != (arguments.eval_strategy != "no"):
-        raise ValueError("`data.evaluation_sequences` and `training.eval_strategy` need each other; only one is set.")
+        raise ValueError("Set both or neither of `data.evaluation_sequences` and `training.eval_strategy`.")
     return arguments
 
 
 def build_model(
     fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, length: int, of_baseline: bool
 ) -> PreTrainedModel:
-    """The model to train, in float32: a new one, or one to go on with; or the matched Transformer of either.
+    """Builds or loads the model to train, in float32: a new one or a checkpoint, or the matched Transformer of either.
 
-    `fields` are those of `DiffLlamaConfig`, with `preset` or `from` those that differ; `length` is a sequence's.
+    `fields` is the section `model`, and `length` the sequence length in tokens.
 
-    Raises `ValueError` if sources of the model contradict each other or are no differential model, or the tokenizer has
-    more tokens, or sequences more positions, than the model.
+    Raises `ValueError` if the fields conflict, `from` is not a differential model, the tokenizer has more tokens than
+    the model's vocabulary, or sequences are longer than its context.
     """
     own = {name: value for name, value in fields.items() if name not in MODEL_SOURCES}
     if "preset" in fields and "from" in fields:
-        raise ValueError("`model` can have `preset` or `from`, not both.")
+        raise ValueError("`model` must have at most one of `preset` and `from`, got both.")
     options = {"attn_implementation": fields.get("attn_implementation", "sdpa"), "dtype": torch.float32}
     if "from" in fields:
         if of_baseline and "baseline_from" not in fields:
-            raise ValueError("`model.baseline_from` must name the Transformer to compare `model.from` with.")
+            raise ValueError("`model.baseline_from` must name the baseline of `model.from`.")
         source = fields["baseline_from" if of_baseline else "from"]
-        local = {"trust_remote_code": False}  # what `import diffllama` registers is enough
+        local = {"trust_remote_code": False}  # `import diffllama` registers the model
         config = AutoConfig.from_pretrained(source, **own, **local)
         if not of_baseline and config.model_type != DiffLlamaConfig.model_type:
             raise ValueError(
-                f"`model.from` must be a differential model, got {source}, a {config.model_type}; `diffllama convert` "
-                "makes one of a Llama."
+                f"`model.from` must be a differential model, got {source}, a {config.model_type}. Convert a Llama with "
+                "`diffllama convert`."
             )
         model = AutoModelForCausalLM.from_pretrained(source, config=config, **options, **local)
     else:
@@ -146,12 +146,12 @@ def build_model(
         model = AutoModelForCausalLM.from_config(baseline(config) if of_baseline else config, **options)
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(
-            f"`model.vocab_size` must be at least {len(tokenizer):,}, the tokens of {tokenizer.name_or_path}, got "
+            f"`model.vocab_size` must be at least {len(tokenizer):,}, the size of {tokenizer.name_or_path}, got "
             f"{model.config.vocab_size:,}."
         )
     if length > model.config.max_position_embeddings:
         raise ValueError(
-            f"`sequence_length` must be {model.config.max_position_embeddings} at most, the "
+            f"`sequence_length` must be at most {model.config.max_position_embeddings}, the "
             f"`model.max_position_embeddings`, got {length}."
         )
     return model
@@ -163,24 +163,24 @@ CHECKPOINT_FILES = {
     "scheduler.pt": ("scheduler.pt", "global_step*"),
     "rng_state.pth": ("rng_state*.pth",),
 }
-"""What a checkpoint has -> names of it: of one process, of FSDP (whole, in shards), of DeepSpeed (`global_step*`)."""
+"""File of a checkpoint -> its names: of one process, of FSDP (full, sharded), of DeepSpeed (`global_step*`)."""
 
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """A batch of packed sequences [b, n], each token to be predicted from those before it."""
+    """Makes a batch of packed sequences [b, n], with labels for next-token prediction."""
     input_ids = torch.tensor([row["input_ids"] for row in rows])
     labels = input_ids.clone()
-    labels[:, 0] = -100  # which nothing predicts, and older Trainers count
+    labels[:, 0] = -100  # the first token is not predicted; older Trainers would count it
     return {"input_ids": input_ids, "labels": labels}
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in a Trainer's output folder, or `None`: what `resume_from_checkpoint` should be.
+    """Finds the newest complete checkpoint in a Trainer's output folder, for `resume_from_checkpoint`; `None` if none.
 
-    The Trainer writes its state last: a checkpoint without it was broken off, and resuming from there would fail.
+    The Trainer writes its state last, so a checkpoint without it is incomplete and is skipped.
 
     Raises:
-        ValueError: the newest one lacks another file, without which a Trainer goes on silently with other weights.
+        ValueError: the newest one lacks another file. A Trainer would silently resume with different weights.
     """
     complete = {}
     for state in Path(folder).glob("checkpoint-*/trainer_state.json"):
@@ -194,36 +194,36 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     for file, names in CHECKPOINT_FILES.items():
         if not any(next(newest.glob(name), None) for name in names):
             raise ValueError(
-                f"{newest} has no {file}: the training would go on with other weights. Put the file back, or remove "
-                "this checkpoint to go on from the one before."
+                f"{newest} has no {file}: resuming would give different weights. Restore the file, or remove this "
+                "checkpoint to resume from the previous one."
             )
     return newest
 
 
 def check_folder(folder: Path, record: Mapping[str, Any]) -> None:
-    """Raises `ValueError` if the folder has another model, or a training of other text or another model."""
+    """Raises `ValueError` if the folder has another model, or a training with other settings."""
     if not (folder / RECORD).is_file():
         for other in OTHERS:
-            if found := next(folder.glob(other), None):
-                raise ValueError(f"{found} is of another model or training: set another `training.output_dir`.")
+            if file := next(folder.glob(other), None):
+                raise ValueError(f"{file} belongs to another model or training. Set another `training.output_dir`.")
         return
     begun = read_json(folder / RECORD)
     for name, value in record.items():
         if begun.get(name) != value:
             raise ValueError(
-                f"{folder} was begun with another {name}: set it back, or set another `training.output_dir`."
+                f"The training in {folder} has a different {name}. Restore it, or set another `training.output_dir`."
             )
 
 
 def from_main_process(make: Callable[[], Any]) -> Any:
-    """What the main process makes, on every process."""
+    """Calls `make` on the main process and returns the result on every process."""
     values = [make() if PartialState().is_main_process else None]
     broadcast_object_list(values)
     return values[0]
 
 
 def resolve_source(source: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What to read, at the commit with which the training in the folder began, else at the newest one of its branch."""
+    """Resolves the text's commit: that with which the training in the folder began, else the newest of its branch."""
     begun = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
     if COMMIT in begun and begun.get(REVISION) == source.get("revision"):
         return source | {"revision": begun[COMMIT]}
@@ -231,9 +231,9 @@ def resolve_source(source: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def make_record(settings: Mapping[str, Any], source: Mapping[str, Any], sequences: str) -> dict[str, Any]:
-    """What must not change when a training goes on, as its folder keeps it. (How attention is computed may change.)
+    """Makes the record of settings that must not change when a training is resumed. The attention function may.
 
-    `source` has the commit of a repository, and `sequences` is the fingerprint of what is read, tokenised and packed.
+    `source` has the commit of a repository, and `sequences` is the fingerprint of the packed sequences.
     """
     unchanged = {
         "`model`": {name: value for name, value in settings["model"].items() if name != "attn_implementation"},
@@ -250,9 +250,9 @@ def make_record(settings: Mapping[str, Any], source: Mapping[str, Any], sequence
 
 
 class StreamCallback(TrainerCallback, ExportableState):
-    """Has a Trainer write into trainer_state.json where a stream goes on, and go on there from a checkpoint.
+    """Saves the position of a stream in a Trainer's trainer_state.json, and restores random states when resuming.
 
-    A step of all processes has `per_step` sequences.
+    `per_step` is the number of sequences per step over all processes.
     """
 
     def __init__(self, trainer: Trainer, stream: PackedStream, per_step: int, checkpoint: Path | None) -> None:
@@ -260,18 +260,18 @@ class StreamCallback(TrainerCallback, ExportableState):
         self.position = stream.states[0]
 
     def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restores random numbers. A Trainer that skips no data does so before its data loader draws some."""
+        """Restores the random states. With `ignore_data_skip` the Trainer does so too early: its data loader draws."""
         if self.checkpoint:
             self.trainer._load_rng_state(str(self.checkpoint))
             self.checkpoint = None
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Finds where the stream goes on, and sets the epoch, which the Trainer counts from 0 when it goes on."""
-        self.position = self.stream.state(state.global_step * self.per_step)  # which forgets what was before
+        """Stores the stream's position, and sets the epoch, which a resumed Trainer counts from 0."""
+        self.position = self.stream.state(state.global_step * self.per_step)  # forgets earlier positions
         state.epoch = state.global_step / state.max_steps
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer writes."""
+        """Returns the state that the Trainer saves."""
         return {"args": {}, "attributes": {"stream": self.position}}
 
 
@@ -283,7 +283,7 @@ def train(
     record: Mapping[str, Any],
     of_baseline: bool,
 ) -> None:
-    """Trains, or goes on, in a folder that no other run uses. The arguments are what `pretrain` makes of its file."""
+    """Trains, or resumes, in a folder that no other run uses. `pretrain` makes the arguments from its file."""
     folder, length, data = Path(arguments.output_dir), settings["sequence_length"], settings["data"]
     held_out, per_step = data.get("evaluation_sequences", 0), settings["tokens_per_step"] // length
     checkpoint = last_checkpoint(folder)
@@ -298,14 +298,15 @@ def train(
         rows = PackedStream(tokenizer, length, arguments.max_steps * per_step, held_out, begin, **source)
         evaluated = from_main_process(lambda: list(PackedStream(tokenizer, length, max(1, held_out), **source)))
         probe = evaluated[0]
-        arguments.ignore_data_skip = True  # the stream goes on by itself
+        arguments.ignore_data_skip = True  # the stream restores its position itself
     else:
         with arguments.main_process_first(desc="tokenising"):
             sequences = load_packed_dataset(tokenizer, length, cache_dir=data.get("cache_dir"), **source)
         trained = len(sequences) - held_out
         if trained < 1:
             raise ValueError(
-                f"`data.evaluation_sequences` must leave some to train on: {held_out} of {len(sequences)}."
+                f"`data.evaluation_sequences` must be less than the {len(sequences)} sequences of the text, got "
+                f"{held_out}."
             )
         rows, probe = sequences.select(range(trained)), sequences[-1]
         evaluated = sequences.select(range(trained, len(sequences))) if held_out else None
@@ -321,7 +322,7 @@ def train(
     )
     if isinstance(rows, PackedStream):
         trainer.add_callback(StreamCallback(trainer, rows, per_step, checkpoint))
-    if not of_baseline:  # a few hundred tokens are enough to measure on
+    if not of_baseline:  # a few hundred tokens suffice
         trainer.add_callback(DifferentialStatsCallback(trainer, torch.tensor([probe["input_ids"][:256]])))
     if arguments.should_save:
         replace_file(folder / RECORD, as_json(record))
@@ -331,39 +332,38 @@ def train(
 
 
 def pretrain(path: str | Path, of_baseline: bool = False) -> Path:
-    """Trains a language model from scratch, or goes on with one, on packed text.
+    """Trains a language model on packed text, from scratch or from a checkpoint.
 
-    Started again with the same file it goes on from the last complete checkpoint, and ends at the same weights as if
-    it had not been interrupted, where the kernels compute the same twice (on the CPU; on GPUs that takes
-    `full_determinism`). The last step of an epoch may see fewer tokens. Every process of `torchrun` or `accelerate
-    launch` calls it.
+    Called again with the same file, it resumes from the last complete checkpoint. If kernels are deterministic (on the
+    CPU; on GPUs with `full_determinism`), the weights are the same as without interruption. The last step of an epoch
+    may have fewer tokens. Call it on every process of `torchrun` or `accelerate launch`.
 
     Args:
         path: a YAML file with the sections
-            `recipe`: one of `diffllama.configuration.recipe_names()`, whose sections the others then override;
-            `model`: fields of `DiffLlamaConfig`, with a `preset` or alone for a new model; or `from`, a folder or
-            repository to go on with (`baseline_from`: the Transformer beside it); and `attn_implementation`;
+            `recipe`: one of `diffllama.configuration.recipe_names()`; the other sections override its fields;
+            `model`: for a new model, fields of `DiffLlamaConfig`, with or without a `preset`; to continue training,
+            `from`, a folder or repository (and `baseline_from`, its baseline); also `attn_implementation`;
             `tokenizer`: its folder or repository;
-            `data`: what `read_documents` takes, `max_tokens`, `cache_dir`, and `evaluation_sequences`, how many
-            sequences at the end are not trained but evaluated on; or, with `streaming: true`, a `dataset` that is
-            packed while it is read, see `PackedStream`, of which the first sequences are evaluated on;
+            `data`: the arguments of `read_documents`, `max_tokens`, `cache_dir`, and `evaluation_sequences`, the number
+            of sequences at the end that are held out for evaluation. With `streaming: true`, a `dataset` is packed
+            while it is read, see `PackedStream`, and the first sequences are held out;
             `sequence_length` and `tokens_per_step`, in tokens;
             `training`: fields of transformers' `TrainingArguments`.
-        of_baseline: train the matched Transformer on the same tokens, into the same folder's name with `-baseline`.
+        of_baseline: train the matched Transformer on the same tokens instead, in a folder with the suffix `-baseline`.
 
     Returns:
-        The output folder, with the model, its tokenizer, `trainer_state.json` (losses, and how far the two maps are
-        apart) and checkpoints.
+        The output folder, with the model, its tokenizer, `trainer_state.json` (losses and `differential_stats`) and
+        checkpoints.
 
     Raises:
-        ValueError: a field is wrong, the folder was begun with others, or another run writes into it.
-        FloatingPointError: gradients were not finite; the step is told and its batch is not learned.
+        ValueError: a field is invalid, the folder's training has other settings, or another run is writing into it.
+        FloatingPointError: gradients were not finite. The message names the step, whose update was not applied.
     """
     settings = read_settings(Path(path))
     arguments = training_arguments(settings, of_baseline)
     folder = Path(arguments.output_dir)
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"`training.output_dir` must be a folder, {folder} is a file.")
+        raise ValueError(f"`training.output_dir` must be a folder, got the file {folder}.")
     tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"], trust_remote_code=False)
     fields = {name: settings["data"][name] for name in SOURCE if name in settings["data"]}
     source = from_main_process(lambda: resolve_source(fields, folder))

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A pre-training file, as far as it can be read and checked without importing torch."""
+"""Read and check a pre-training file, as far as possible without importing torch."""
 
 import difflib
 from collections.abc import Mapping
@@ -20,17 +20,17 @@ SOURCE = ("files", "dataset", "name", "split", "revision", "column", "max_tokens
 Whole = Annotated[
     int, BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 ]
-"""A whole number, also one that is written as 2.0 or 1e3."""
+"""A whole number, which may be written as 2.0 or 1e3."""
 
 
 class Section(BaseModel):
-    """Fields with values of their types; others are refused."""
+    """A section with typed fields. Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
 
 class Data(Section):
-    """What is read, see `diffllama.training.pretraining.pretrain`."""
+    """The section `data`, see `diffllama.training.pretraining.pretrain`."""
 
     files: str | list[str] | None = None
     dataset: str | None = None
@@ -45,16 +45,16 @@ class Data(Section):
 
     @model_validator(mode="after")
     def check_streaming(self) -> "Data":
-        """Refuses what a stream cannot have."""
+        """Refuses fields that a stream does not support."""
         if self.streaming and self.dataset is None:
             raise ValueError("`data.streaming` needs `data.dataset`, a repository or a folder.")
         for name in {"files", "max_tokens", "cache_dir"} & self.model_fields_set if self.streaming else ():
-            raise ValueError(f"`data.{name}` does not go with `data.streaming`; remove one of them.")
+            raise ValueError(f"`data.{name}` is not supported with `data.streaming`; remove one of them.")
         return self
 
 
 class Pretraining(Section):
-    """The sections of a file, those of its recipe included."""
+    """The sections of a pre-training file, including those of its recipe."""
 
     model: dict[str, Any]
     tokenizer: str
@@ -65,9 +65,9 @@ class Pretraining(Section):
 
 
 def validate(section: type[Section], values: Any, where: str) -> dict[str, Any]:
-    """The values of a section, with whole numbers where they belong.
+    """Returns the checked values of a section, with floats such as 1e3 converted to integers.
 
-    Raises `ValueError` with the file and section (`where`), the first field that is wrong, its value and the rule.
+    Raises `ValueError` that names the file and section (`where`), the first invalid field, its value and the rule.
     """
     try:
         return section.model_validate(values).model_dump(exclude_unset=True)
@@ -87,38 +87,38 @@ def validate(section: type[Section], values: Any, where: str) -> dict[str, Any]:
             problem = str(first["ctx"]["error"])
         else:
             rules = (other["msg"].replace("Input should", "must") for other in errors if other["loc"][:2] == loc)
-            rule = " or ".join(dict.fromkeys(rules))  # one for each type that is allowed
+            rule = " or ".join(dict.fromkeys(rules))  # one for each allowed type
             problem = f"`{'.'.join([*parents, name])}` {rule}, got {first['input']!r}."
         raise ValueError(f"{where}: {problem}") from None
 
 
 def check_fields(values: Mapping[str, Any], types: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The values of fields, of which numbers are checked, given the types of all fields that exist. See `validate`."""
+    """Checks field names and numbers, given the types of all known fields. Returns and raises as `validate`."""
     numbers = {int: Whole, float: float}
     fields: dict[str, Any] = {name: (numbers.get(kind, Any), None) for name, kind in types.items()}
     return validate(create_model("Fields", __base__=Section, **fields), values, where)
 
 
 def read_sections(path: Path) -> dict[str, Any]:
-    """The sections of a pre-training file over those of the recipe that it names.
+    """Reads the sections of a pre-training file, which override those of its recipe.
 
     The fields of `model` and `training` are not checked.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is no YAML, or another field is unknown, missing, of the wrong kind or against another.
+        ValueError: the file is not YAML, or a field is unknown, missing, invalid or in conflict with another.
     """
     try:
         content = read_yaml(path.read_text(encoding="utf-8"))
     except (YAMLError, UnicodeDecodeError) as error:
-        reason = str(error).partition("\n\nTo suppress")[0]  # which would load a file with the same key twice
-        raise ValueError(f"{path} is no YAML: {reason}") from error
+        reason = str(error).partition("\n\nTo suppress")[0]  # that advice is to accept duplicate keys
+        raise ValueError(f"{path} is not YAML: {reason}") from error
     if not isinstance(content, dict):
         names = ", ".join(["recipe", *Pretraining.model_fields])
         raise ValueError(f"{path} must have the sections {names}, got {type(content).__name__}.")
     settings = recipe(content.pop("recipe")) if "recipe" in content else {}
     if "num_train_epochs" in (content.get("training") or ()):
-        settings.get("training", {}).pop("max_steps", None)  # the recipe's would win
+        settings.get("training", {}).pop("max_steps", None)  # the Trainer would prefer the recipe's
     for name, value in content.items():
         both = isinstance(value, dict) and name in settings
         settings[name] = settings[name] | value if both else value

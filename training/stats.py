@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How far the two maps of differential heads are apart, measured while a model is trained."""
+"""Measure during training how much the two maps of differential heads differ."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,11 +17,11 @@ from diffllama.modeling_diff.modeling_diffllama import DiffLlamaAttention, eager
 
 
 MEASURING = "diffllama_measuring"
-"""The name under which transformers finds `measuring_attention`."""
+"""The name under which `measuring_attention` is registered in transformers."""
 
 
 def signals_and_noise(heads: torch.Tensor, r: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What groups of r signals and their noise have, [b, H, …] -> [b, s, …], and for each signal its noise's."""
+    """Splits heads [b, H, …] in groups of r signals and their noise into signals and each signal's noise, [b, s, …]."""
     groups = heads.unflatten(1, (-1, r + 1))
     return groups[:, :, :r].flatten(1, 2), groups[:, :, r:].expand(-1, -1, r, -1, -1).flatten(1, 2)
 
@@ -37,7 +37,7 @@ def measuring_attention(
     report: Callable[[dict[str, float]], None],
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Eager attention that reports what `differential_stats` says of this layer."""
+    """Computes eager attention and reports the layer's values of `differential_stats`."""
     kwargs |= {"output_attentions": True, "output_softmax_maps": True}  # peft passes the former
     output, maps = eager_attention_forward(
         module, query, key, value, attention_mask, differential_lambda=differential_lambda, **kwargs
@@ -47,7 +47,7 @@ def measuring_attention(
     weight = differential_lambda if differential_lambda.dim() == 1 else differential_lambda.transpose(1, 2)
     first, second = signals_and_noise(maps, r)
     q1, q2 = signals_and_noise(query, r)
-    if module.diff_variant == "v1":  # padded with zeros, each on its side
+    if module.diff_variant == "v1":  # without the padding
         q1, q2 = q1[..., : module.map_dim], q2[..., module.map_dim :]
     report(
         {
@@ -65,7 +65,7 @@ AttentionMaskInterface.register(MEASURING, eager_mask)
 
 @contextmanager
 def measuring(model: torch.nn.Module) -> Iterator[None]:
-    """Has the differential model in `model` compute with `measuring_attention`, in evaluation mode."""
+    """Makes the differential model in `model` use `measuring_attention`, in evaluation mode."""
     inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     model_type = getattr(getattr(inner, "config", None), "model_type", type(model).__name__)
     if inner is None or model_type != DiffLlamaConfig.model_type:
@@ -86,18 +86,19 @@ def measuring(model: torch.nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def differential_stats(model: torch.nn.Module, input_ids: torch.Tensor) -> dict[str, list[float]]:
-    """How far the two maps of each layer's heads are apart, on some text.
+    """Measures how much the two maps of each layer's heads differ on a text.
 
     Args:
-        model: a differential Llama with any head, also under peft, DDP or FSDP (there, on every process).
-        input_ids: token ids [b, n] without padding. Every layer makes maps [b, H, n, n]: a few hundred tokens do.
+        model: a differential Llama with any head, also with peft, DDP or FSDP (call it on every process then).
+        input_ids: token ids [b, n] without padding. Memory is that of one layer's maps, [b, H, n, n]; a few hundred
+            tokens suffice.
 
     Returns:
-        One number per layer, mean over tokens and signal heads, for each of
-        `cosine`, of a signal's query and its noise's after rotation: 1 where both maps ask the same;
-        `lambda`;
-        `map_overlap`, the share of the signal's map that the noise's takes away: Σ min(A1, λ·A2) of each row (0 where
-        they look at different tokens, min(1, λ) where they are equal).
+        One number per layer, the mean over tokens and signal heads, for each of
+        `cosine`: cosine similarity of a signal's query and its noise's, after the rotation; 1 if they are parallel;
+        `lambda`: λ;
+        `map_overlap`: the part of the signal map that the noise map cancels, Σ min(A1, λ·A2) of each row. It is 0 if
+        the maps attend to different tokens, and min(1, λ) if they are equal.
 
     Raises:
         ValueError: the model is not differential.
@@ -110,16 +111,16 @@ def differential_stats(model: torch.nn.Module, input_ids: torch.Tensor) -> dict[
 
 
 class DifferentialStatsCallback(TrainerCallback):
-    """Logs means over layers of `differential_stats`, as `diff_cosine`, `diff_lambda` and `diff_map_overlap`.
+    """Logs the means over layers of `differential_stats` as `diff_cosine`, `diff_lambda` and `diff_map_overlap`.
 
-    They are logged before the first step and beside every loss, by the Trainer itself: they reach its history and every
-    logger in `report_to`. Training is not disturbed: the same weights come out to the bit.
+    The Trainer logs them before the first step and with every loss, to its history and to every logger in `report_to`.
+    The trained weights are bitwise the same as without the callback.
 
         trainer.add_callback(DifferentialStatsCallback(trainer, input_ids))
 
     Args:
-        trainer: the Trainer that is to log, of transformers or TRL.
-        input_ids: token ids [b, n] to measure on, the same ones each time.
+        trainer: the Trainer that logs, of transformers or TRL.
+        input_ids: token ids [b, n] to measure on, without padding.
     """
 
     def __init__(self, trainer: Trainer, input_ids: torch.Tensor) -> None:
@@ -127,16 +128,16 @@ class DifferentialStatsCallback(TrainerCallback):
         self.input_ids = input_ids
 
     def log(self, model: torch.nn.Module) -> None:
-        """Measures and logs."""
+        """Measures the model and logs the means."""
         stats = differential_stats(model, self.input_ids)
         self.trainer.log({f"diff_{name}": fmean(layers) for name, layers in stats.items()})
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Logs where the training starts, unless it is resumed."""
+        """Logs before the first step, unless the training is resumed."""
         if state.global_step == 0:
             self.log(model)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any) -> None:
-        """Logs beside every loss."""
+        """Logs with every loss."""
         if "loss" in (logs or {}):
             self.log(model)

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Scaling laws of given losses, and the share of parameters or tokens with which a DIFF has a Transformer's loss."""
+"""Scaling laws fitted to losses, and the relative parameters or tokens with which a DIFF has a Transformer's loss."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +19,10 @@ from diffllama.evaluation.settings import ScalingSettings
 
 
 LABELS = {"transformer": "Transformer", "diff": "DIFF"}
-"""The architectures, as the data and as figures call them."""
+"""Architecture in the data -> its name in figures."""
 
 FEWEST = 3
-"""So many sizes of each architecture make a curve; with one more, its irreducible loss is fitted too."""
+"""Minimum number of sizes of each architecture for a curve. With one more, the irreducible loss is fitted, too."""
 
 Points = list[tuple[float, float]]
 """Parameters or tokens, and the loss."""
@@ -38,7 +38,7 @@ class PowerLaw:
 
     @classmethod
     def fit(cls, points: Points, irreducible: bool) -> "PowerLaw":
-        """The law of least squares: if `irreducible`, of the losses, from two starts, else of their logs with c = 0."""
+        """Fit by least squares: the losses if `irreducible`, from two starts, else their logarithms with c = 0."""
         x, loss = np.array(points).T
         if not irreducible:
             slope, intercept = np.polyfit(np.log(x), np.log(loss), 1)
@@ -60,7 +60,7 @@ class PowerLaw:
         return self.a * x**-self.b + self.c
 
     def inverse(self, loss: float) -> float:
-        """The x at which the law has this loss; infinite if it never has."""
+        """Return the x at which the law has this loss; infinity if there is none."""
         if loss <= self.c:
             return math.inf
         with np.errstate(over="ignore", divide="ignore"):
@@ -71,7 +71,7 @@ class PowerLaw:
 class Curve:
     """Losses to fit, by architecture, and whether to fit the irreducible loss.
 
-    The condition says over what they are, and what is fixed: {"over": "parameters", "tokens": 1e10}.
+    The condition has the variable and what is fixed, such as {"over": "parameters", "tokens": 1e10}.
     """
 
     condition: Condition
@@ -79,14 +79,14 @@ class Curve:
     irreducible: bool
 
     def measure(self) -> Iterator[Measurement]:
-        """The fit to all points, then those without each of them in turn."""
+        """Yield the fit to all points, then the fits without each point in turn."""
         yield from self.fit(self.points)
         for name, points in self.points.items():
             for at in range(len(points)):
                 yield from self.fit(self.points | {name: points[:at] + points[at + 1 :]})
 
     def fit(self, points: dict[str, Points]) -> Iterator[Measurement]:
-        """Both laws, and for each size of a DIFF the Transformer of equal loss."""
+        """Yield both laws, and for each size of a DIFF the size of the Transformer of equal loss."""
         laws = {name: PowerLaw.fit(losses, self.irreducible) for name, losses in points.items()}
         for name, law in laws.items():
             error = math.sqrt(sum((law(x) - loss) ** 2 for x, loss in points[name]) / len(points[name]))
@@ -99,27 +99,27 @@ class Curve:
 
 
 def number(row: dict[str, Any], name: str, file: Path) -> float:
-    """A positive number of a row."""
+    """Return a positive number of a row. Raises `ValueError` if it is something else."""
     value = field(row, name, file)
     try:
         if 0 < float(value) < math.inf:
             return float(value)
     except (TypeError, ValueError):
         pass
-    raise ValueError(f"{file} has a row whose `{name}` is no positive number, but {value!r}.")
+    raise ValueError(f"{file} has a row in which `{name}` must be a positive number, got {value!r}.")
 
 
 def curves(file: Path) -> list[Curve]:
-    """The curves of a file.
+    """Read the curves of a file.
 
     Raises:
-        ValueError: a row is wrong, or there is no curve.
+        ValueError: a row is invalid, or there is no curve.
     """
     by_condition: dict[str, tuple[Condition, dict[str, Points]]] = {}
     for row in read_rows(file):
         name = str(field(row, "architecture", file)).strip().lower()
         if name not in LABELS:
-            raise ValueError(f"{file} has the architecture {name!r}, which must be transformer or diff.")
+            raise ValueError(f"{file} has a row in which `architecture` must be transformer or diff, got {name!r}.")
         sizes = {over: number(row, over, file) for over in ("parameters", "tokens") if row.get(over) not in (None, "")}
         if not sizes:
             raise ValueError(f"{file} has a row with neither `parameters` nor `tokens`.")
@@ -134,18 +134,18 @@ def curves(file: Path) -> list[Curve]:
             points = {name: sorted(losses) for name, losses in points.items()}
             for name, losses in points.items():
                 if losses[-1][1] >= losses[0][1]:
-                    raise ValueError(f"{file} has losses of {name} that do not fall with {condition['over']}.")
+                    raise ValueError(f"{file} must have losses of {name} that fall with {condition['over']}.")
             fitted.append(Curve(condition, points, irreducible=fewest > FEWEST))
     if not fitted:
         raise ValueError(
-            f"{file} has no curve: it needs {FEWEST} or more `parameters` with equal `tokens`, or `tokens` with equal "
-            "`parameters`, of both `transformer` and `diff`."
+            f"{file} has no curve. It needs, for both `transformer` and `diff`, {FEWEST} or more `parameters` with "
+            "equal `tokens`, or `tokens` with equal `parameters`."
         )
     return fitted
 
 
 def fits(outcome: Outcome) -> list[list[Measurement]]:
-    """The fits to a curve, for each condition: to all points first."""
+    """Return the fits to a curve for each condition, that to all points first."""
     by_condition: dict[str, list[Measurement]] = {}
     for measurement in outcome.measurements:
         by_condition.setdefault(str(measurement.condition), []).append(measurement)
@@ -153,44 +153,44 @@ def fits(outcome: Outcome) -> list[list[Measurement]]:
 
 
 def inside(pair: Measurement, points: dict[str, Points]) -> bool:
-    """Whether the Transformer's size of equal loss is between those of its data."""
+    """Return whether the Transformer's size of equal loss is in the range of its data."""
     sizes = [x for x, _ in points["transformer"]]
     return min(sizes) <= pair.values["transformer"] <= max(sizes)
 
 
 class Scaling(ScalingSettings, Probe[Curve]):
-    """Power laws L(N) and L(D) of given losses, and where both architectures' are equal.
+    """Power laws L(N) and L(D) fitted to losses, and the sizes at which both architectures have equal loss.
 
     The data, a file `losses.csv` or `losses.jsonl`, have rows with `architecture` (transformer or diff), `parameters`
-    (N) or `tokens` (D) or both, and `loss`. A curve over one of them is of rows with the same value, or none, of the
+    (N) or `tokens` (D) or both, and `loss`. The rows of a curve over one of them have the same value, or none, of the
     other. The built-in sample is made up: a DIFF has the loss of a Transformer with 62.5 % of its parameters, or with
     64 % of its tokens.
 
-    L = a·x^-b + c is fitted by least squares to four sizes of an architecture or more, a·x^-b to three, whose loss then
-    seems to fall to 0. `share` is the DIFF's x over the Transformer's of equal loss, both by the fitted laws; it is
-    `extrapolated` where the Transformer's is outside of its data. This way to fit is chosen here. Instead of an
-    interval, `low` and `high` are the range of what is fitted without one of the points.
+    L = a·x^-b + c is fitted by least squares to four or more sizes of an architecture. To three sizes a·x^-b is fitted,
+    whose loss falls to 0. `share` is the DIFF's x divided by the Transformer's x of equal loss, both from the fitted
+    laws. It is `extrapolated` if the Transformer's x is outside the range of its data. The paper does not describe its
+    fit; this one is our own. `low` and `high` are not an interval, but the range of the fits that leave out one point.
     """
 
     dataset: ClassVar[str] = "scaling"
     intervals: ClassVar[bool] = False
 
     def specs(self) -> list[ModelSpec]:
-        """Nothing is loaded."""
+        """Return a spec that loads nothing."""
         return [ModelSpec("losses", {}, lambda: None)]
 
     def samples(self, source: Source, loaded: None) -> Mapping[str, Curve]:
-        """The curves of the data."""
+        """Return the curves of the data."""
         file = source.file("losses.csv", "losses.jsonl")
         return {f"curve {number}": curve for number, curve in enumerate(curves(file))}
 
     def measure(self, loaded: None, samples: Mapping[str, Curve]) -> Iterator[Outcome]:
-        """Fits."""
+        """Fit the curves."""
         for name, curve in samples.items():
             yield Outcome(name, list(curve.measure()), {"points": curve.points})
 
     def rows(self, measured: Sequence[Mapping[str, Outcome]]) -> list[Row]:
-        """Of each curve the numbers of all points, and their range without one of them."""
+        """Return each curve's fit to all points, and the range of the fits without one point."""
         rows = []
         for outcome in measured[0].values():
             points = outcome.detail["points"]
@@ -206,9 +206,9 @@ class Scaling(ScalingSettings, Probe[Curve]):
         return rows
 
     def draw(self, report: Report, figure: Any) -> None:
-        """A panel for each curve, with an arrow from the DIFF's to the Transformer's size of equal loss.
+        """Draw a panel for each curve, with an arrow from the DIFF's to the Transformer's size of equal loss.
 
-        It is for the largest DIFF for which the Transformer's size is not extrapolated.
+        The arrow is drawn for the largest DIFF for which the Transformer's size is not extrapolated.
         """
         outcomes = report.outcomes[0].values()
         for axes, outcome in zip(panels(figure, len(outcomes)), outcomes, strict=True):

@@ -21,11 +21,11 @@ from diffllama.evaluation.settings import ThroughputSettings
 
 PASSES = ("forward", "forward + backward")
 WARM_UP = 2
-"""Untimed steps of each kind."""
+"""Number of untimed warm-up steps for each length and pass."""
 
 
 def step(model: PreTrainedModel, ids: torch.Tensor, name: str) -> None:
-    """One pass over token ids [batch, length], with the loss."""
+    """Run one pass, including the loss, over token ids [batch, length]."""
     with torch.inference_mode(name == "forward"):
         loss = model(ids, labels=ids, use_cache=False).loss
     if name != "forward":
@@ -37,32 +37,34 @@ def check(name: str, model: PreTrainedModel, ids: torch.Tensor) -> None:
     """Raise a `ValueError` unless the loss and every parameter's gradient are finite."""
     loss = model(ids, labels=ids, use_cache=False).loss
     loss.backward()
-    if not all(one is not None and one.isfinite().all() for one in (loss, *(p.grad for p in model.parameters()))):
+    tensors = (loss, *(parameter.grad for parameter in model.parameters()))
+    if not all(tensor is not None and tensor.isfinite().all() for tensor in tensors):
         raise ValueError(f"The {name}'s loss or gradients are not finite in {model.dtype}. Name another --dtype.")
     model.zero_grad()
 
 
 class Throughput(ThroughputSettings, ModelPairProbe[int]):
-    """Tokens per second of a DIFF and its matched Transformer, both with random weights and torch's own attention.
+    """Tokens per second of a DIFF and its matched Transformer, both with random weights and PyTorch's SDPA.
 
-    Both models are in memory and take turns: a sample is a round, in which each is timed once for every length and
-    pass, and every other round begins with the other model. `ratio` is of the two times in one round. A pass includes
-    the loss; no optimizer steps. The paper times kernels of its own, on a GPU: ratios depend on both.
+    Both models are in memory and alternate. A sample is a round, which times each model once for every length and pass;
+    every second round begins with the other model. `ratio` is the DIFF's speed divided by the Transformer's in the same
+    round. A pass includes the loss, but no optimizer step. The paper times its own kernels on a GPU; ratios depend on
+    kernels and hardware.
     """
 
     def specs(self) -> list[ModelSpec]:
-        """The pair, on this machine."""
+        """Return the pair of models, with facts of this machine."""
         on_gpu = self.place.type == "cuda"
         pair = self.pair(("bfloat16" if on_gpu else "float32") if self.dtype == "auto" else self.dtype)
         machine = torch.cuda.get_device_name(self.place) if on_gpu else platform.processor() or platform.machine()
         return [replace(pair, facts=pair.facts | {"machine": machine, "threads": torch.get_num_threads()})]
 
     def samples(self, source: None, loaded: Pair) -> Mapping[str, int]:
-        """The rounds."""
+        """Return the rounds by name."""
         return {f"round {number}": number for number in range(self.rounds)}
 
     def measure(self, loaded: Pair, samples: Mapping[str, int]) -> Iterator[Outcome]:
-        """Checks the models, warms up, and times them in turn.
+        """Check the models, warm up, and time them in turn.
 
         Raises:
             ValueError: a loss or gradient is not finite.
@@ -87,7 +89,7 @@ class Throughput(ThroughputSettings, ModelPairProbe[int]):
             yield Outcome(sample, measurements)
 
     def seconds(self, timed: Callable[[], object]) -> float:
-        """Wall-clock time."""
+        """Return the wall-clock time of a call in seconds."""
         self.wait()
         start = time.perf_counter()
         timed()
@@ -100,7 +102,7 @@ class Throughput(ThroughputSettings, ModelPairProbe[int]):
             torch.accelerator.synchronize(self.place)
 
     def draw(self, report: Report, figure: Any) -> None:
-        """A panel for each pass, with both models' bars at each length and the ratio between them."""
+        """Draw a panel for each pass, with both models' bars and their ratio at each length."""
         for axes, name in zip(panels(figure, len(PASSES)), PASSES, strict=True):
             rows = report.select(**{"pass": name})
             speeds = {

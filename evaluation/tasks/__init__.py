@@ -1,3 +1,3 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks for the LM Evaluation Harness: their YAML files, and what serves them."""
+"""Tasks for the LM Evaluation Harness: their YAML files, items and metrics."""

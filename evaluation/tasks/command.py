@@ -13,10 +13,10 @@ TASKS = Path(__file__).parent
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Runs lm-eval's own command line, which finds our tasks beside its own and those of `--include_path`."""
-    sys.argv = ["lm-eval", *arguments]  # it takes them from there
+    """Run lm-eval's command line with this package's tasks added to its own and those of `--include_path`."""
+    sys.argv = ["lm-eval", *arguments]  # lm-eval parses sys.argv
     command_line = HarnessCLI()
-    options = command_line.parse_args()  # shows help and refuses wrong options before anything heavy is imported
+    options = command_line.parse_args()  # shows help and refuses invalid options before the slow imports
 
     from lm_eval.config.evaluate_config import EvaluatorConfig
     from lm_eval.utils import setup_logging

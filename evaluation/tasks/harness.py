@@ -24,20 +24,19 @@ from diffllama.evaluation.settings import NeedlesSettings
 
 
 NUMBERS = ("length", "depth", "samples_per_condition", "seed")
-"""Settings of the probe of needles that `--metadata` may have; their types and ranges are the probe's."""
+"""Settings of the needles probe that `--metadata` may set. Types and ranges are those of the probe."""
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def given(name: str, data: str | None, data_source: dict[str, bool] | None = None) -> Iterator[Source]:
-    """The data called `name` of `data`, or of the environment's DIFFLLAMA_DATA, or the built-in sample.
+    """Find the data called `name` in `data`, else in the environment variable DIFFLLAMA_DATA, else the built-in sample.
 
-    Errors while reading them name lm-eval's option. `data_source` is the dictionary of that name in the task's
-    metadata, which lm-eval writes into its results file after the task has read its data: it gets `built_in`, whether
-    these are the built-in sample.
+    Errors in the context name lm-eval's options. `data_source` is that dictionary of the task's metadata, which lm-eval
+    writes into its results file. It gets the key `built_in`: whether the data are the built-in sample.
     """
-    if data is not None and not isinstance(data, str):  # lm-eval makes a number of 1
+    if data is not None and not isinstance(data, str):  # lm-eval parses 1 as a number
         raise ValueError(f"--metadata data must be a path, such as ./novels, got {data!r}.")
     path = data or os.environ.get("DIFFLLAMA_DATA")
     try:
@@ -48,26 +47,27 @@ def given(name: str, data: str | None, data_source: dict[str, bool] | None = Non
         error.args = (message.replace("--length", "--metadata length=TOKENS"),)
         raise
     if not isinstance(data_source, dict | None):
-        raise ValueError(f"--metadata data_source is what a task says of its data, got {data_source!r}. Leave it out.")
+        raise ValueError(f"--metadata must not have data_source, which the task sets, got {data_source!r}.")
     if data_source is not None:
         data_source["built_in"] = source.built_in
     if source.built_in:
-        logger.warning("These are the built-in sample's items: name real data with --metadata data=PATH.")
+        logger.warning("The task uses the small built-in sample. Name real data with --metadata data=PATH.")
 
 
 def multiple_choice(
     task: str, data: str | None = None, data_source: dict[str, bool] | None = None, **metadata: Any
 ) -> dict[str, Dataset]:
-    """The items of one of the paper's seven tasks.
+    """Read the items of one of the paper's seven tasks.
 
     Args:
         task: one of `multiple_choice.TASKS`.
-        data: of `--metadata`: a folder with `multiple_choice/` and `hellaswag/`. data_source: see `given`.
-        metadata: the model's arguments, on which no item depends.
+        data: from `--metadata`, a folder with `multiple_choice/` and `hellaswag/`.
+        data_source: see `given`.
+        metadata: the model's arguments, which are ignored.
 
     Raises:
-        FileNotFoundError: there are no such data.
-        ValueError: they are something else.
+        FileNotFoundError: the data do not exist.
+        ValueError: the data have another format.
     """
     with given(dataset_name(task), data, data_source) as source:
         items = read(task, source)
@@ -83,9 +83,9 @@ def multiple_choice(
 
 
 def accuracy(doc: Mapping[str, Any], results: Iterable[tuple[float, bool]]) -> dict[str, float]:
-    """Whether the right answer of an item, a row of `multiple_choice`, is the most likely one.
+    """Compute whether the correct answer of an item, a row of `multiple_choice`, has the highest log-likelihood.
 
-    Of each answer, `results` has the log-likelihood, and whether it is the greedy one.
+    `results` has for each answer its log-likelihood, and whether it is the greedy completion.
 
     Raises:
         ValueError: a log-likelihood is NaN.
@@ -95,24 +95,24 @@ def accuracy(doc: Mapping[str, Any], results: Iterable[tuple[float, bool]]) -> d
 
 
 def accuracy_per_character(doc: Mapping[str, Any], results: Iterable[tuple[float, bool]]) -> dict[str, float]:
-    """Whether the right answer of an item has the highest log-likelihood per character; lm-eval's `acc_norm`."""
+    """Compute whether the correct answer has the highest log-likelihood per character (lm-eval's `acc_norm`)."""
     pairs = zip(results, doc["continuations"], strict=True)
     return accuracy(doc, [(likelihood / len(text), greedy) for (likelihood, greedy), text in pairs])
 
 
 def setting(name: str, value: Any) -> Any:
-    """Check a setting of the probe of needles: a number or, where the probe takes several, a list of them.
+    """Check a setting of the needles probe: a number or, if the probe takes several, a list of numbers.
 
     Raises:
-        ValueError: a number has another type or is out of range, or the list is empty.
+        ValueError: a number has a wrong type or is out of range, or the list is empty.
     """
     kind, option = get_args(get_type_hints(NeedlesSettings, include_extras=True)[name])
     (number_type,) = get_args(kind) or (kind,)
     several = kind is not number_type
     numbers = value if several and isinstance(value, list | tuple) else [value]
     most = math.inf if option.max is None else option.max
-    # True is not a number here
-    if not numbers or not all(type(one) in (int, number_type) and option.min <= one <= most for one in numbers):
+    # `type` rather than isinstance, because True is an int
+    if not numbers or not all(type(item) in (int, number_type) and option.min <= item <= most for item in numbers):
         expected = f"a {'whole ' * (number_type is int)}number{' or a list of them' * several}, from {option.min}"
         expected += f" to {most}" * (most < math.inf)
         raise ValueError(f"--metadata {name} must be {expected}, got {value!r}.")
@@ -123,21 +123,22 @@ def setting(name: str, value: Any) -> Any:
 def needles(
     needles: str, data: str | None = None, data_source: dict[str, bool] | None = None, **metadata: Any
 ) -> dict[str, Dataset]:
-    """The prompts of `diffllama probe needles` for one entry of its `needles`.
+    """Make the prompts of `diffllama probe needles` for one entry of its setting `needles`.
 
     Args:
         needles: `R_of_N`.
-        data: of `--metadata`: a folder with `novels/`, or with long texts. data_source: see `given`.
-        metadata: `length` and `depth`, one or a list, `samples_per_condition` and `seed`, as the probe has them; and
-            the model's arguments, of which `tokenizer` or `pretrained` names what counts the tokens.
+        data: from `--metadata`, a folder with `novels/`, or with long texts.
+        data_source: see `given`.
+        metadata: the probe's settings `length` and `depth` (a number or a list), `samples_per_condition` and `seed`;
+            and the model's arguments, of which `tokenizer` or `pretrained` names the tokenizer that counts tokens.
 
     Raises:
-        FileNotFoundError: there are no such data.
-        ValueError: they have no text, a setting of `metadata` is wrong, or there is no tokenizer.
+        FileNotFoundError: the data do not exist.
+        ValueError: the data have no text, a setting in `metadata` is invalid, or no tokenizer is named.
     """
     name = metadata.get("tokenizer") or metadata.get("pretrained")
     if not isinstance(name, str):
-        raise ValueError("Prompts are measured in tokens. Name a tokenizer with --metadata tokenizer=DIR.")
+        raise ValueError("Prompt lengths are in tokens. Name a tokenizer with --metadata tokenizer=DIR.")
     tokenizer = AutoTokenizer.from_pretrained(
         name,
         revision=metadata.get("revision", "main"),
@@ -146,10 +147,10 @@ def needles(
     settings = {name: setting(name, metadata[name]) for name in NUMBERS if name in metadata}
     probe = Needles(needles=[needles], **settings)
     with given(probe.dataset, data, data_source) as source:
-        tasks = probe.samples(source, LoadedModel(name=name, model=None, tokenizer=tokenizer))  # which needs no model
+        tasks = probe.samples(source, LoadedModel(name=name, model=None, tokenizer=tokenizer))  # needs no model
     return {"test": Dataset.from_list([{"prompt": asdict(task.prompt), **task.condition} for task in tasks.values()])}
 
 
 def share_found(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """The fraction of the requested numbers of a row of `needles` that are found in its one completion."""
+    """Compute the fraction of the requested numbers of a row of `needles` that its completion contains."""
     return {"accuracy": Prompt(**doc["prompt"]).fraction_found(results[0])}

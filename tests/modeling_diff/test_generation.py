@@ -198,7 +198,7 @@ def test_packed_sequences_do_not_see_each_other(variant: str, implementation: st
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "diff_attention"])
 @torch.no_grad()
 def test_packed_sequences_that_would_see_each_other_are_refused(implementation: str) -> None:
-    model, rule = tiny_model(attn_implementation=implementation), "`position_ids` restart .*: they need a new `Dyn"
+    model, rule = tiny_model(attn_implementation=implementation), "`position_ids` restart .*: they need an empty `Dyn"
     positions, cache = torch.tensor([[3, 4, 0, 1, 2]]), DynamicCache()
     model(tokens(1, 3), past_key_values=cache)
     for past_key_values in (cache, StaticCache(model.config, max_cache_len=8)):

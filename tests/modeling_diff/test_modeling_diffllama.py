@@ -445,7 +445,7 @@ def test_integers_in_four_dimensions_are_refused(implementation: str) -> None:
 @pytest.mark.parametrize("mask", [MASK, MASK.float(), {"full_attention": MASK}], ids=["boolean", "added", "prepared"])
 def test_tensors_of_four_dimensions_are_refused_by_flex_attention(mask: Any) -> None:
     model = tiny_model(attn_implementation="flex_attention")
-    with pytest.raises(ValueError, match=r"flex_attention takes .* got a tensor \[1, 1, 5, 5\]: use .* `sdpa`"):
+    with pytest.raises(ValueError, match=r"flex_attention needs .* got a tensor \[1, 1, 5, 5\]. Use .* `sdpa`"):
         model(tokens(1, 5), attention_mask=mask)
 
 

@@ -227,7 +227,7 @@ def test_v2_is_refused_with_how_its_projection_is_trained() -> None:
 
 
 def test_model_without_an_adapter_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"is a DifferentialLlamaForCausalLM; `peft\.get_peft_model"):
+    with pytest.raises(TypeError, match=r"must be a PeftModel .*, got DifferentialLlamaForCausalLM"):
         train_lambdas(base())
 
 

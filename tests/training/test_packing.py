@@ -210,17 +210,17 @@ def test_interrupted_packing_is_not_taken_for_the_whole(monkeypatch: pytest.Monk
     [
         ({}, "exactly one of `files` and `dataset`"),
         ({"files": "a.txt", "dataset": "user/data"}, "exactly one of `files` and `dataset`"),
-        ({"files": "missing/*.txt"}, r"missing/\*\.txt names no file with text"),
-        ({"files": "empty-folder"}, "empty-folder names no file with text"),
-        ({"files": ["a.txt", "a.pdf"]}, r"a\.pdf must end in one of \.txt"),
-        ({"files": "empty.txt"}, "must fill at least one sequence of 4 tokens, it has 0"),
-        ({"files": "torn.txt.gz"}, r"cannot read torn\.txt\.gz: Compressed file ended"),
-        ({"files": "torn.jsonl"}, r"cannot read torn\.jsonl: "),
-        ({"files": "latin.txt"}, r"cannot read latin\.txt: 'utf-8' codec"),
+        ({"files": "missing/*.txt"}, r"must name files with text .*found none at missing/\*\.txt"),
+        ({"files": "empty-folder"}, "found none at empty-folder"),
+        ({"files": ["a.txt", "a.pdf"]}, r"must end in one of \.txt.* got a\.pdf"),
+        ({"files": "empty.txt"}, "text for at least one sequence of 4 tokens, got 0"),
+        ({"files": "torn.txt.gz"}, r"torn\.txt\.gz cannot be read: Compressed file ended"),
+        ({"files": "torn.jsonl"}, r"torn\.jsonl cannot be read: "),
+        ({"files": "latin.txt"}, r"latin\.txt cannot be read: 'utf-8' codec"),
         ({"files": "a.jsonl", "column": "body"}, r"a\.jsonl: `data\.column` .* got 'body'; the columns are `text`"),
-        ({"files": "numbers.jsonl"}, "'text' must be a column with text, it has 3"),
+        ({"files": "numbers.jsonl"}, "must name a column with text, got 'text', which has 3"),
         ({"files": ""}, "must be a path, folder or pattern, or a list of them, got ''"),
-        ({"files": "a.txt", "max_tokens": 3}, "`data.max_tokens` must be a sequence of 4 at least, got 3"),
+        ({"files": "a.txt", "max_tokens": 3}, "`data.max_tokens` must be at least 4, the sequence length, got 3"),
     ],
 )
 def test_unreadable_text_is_named(source: dict[str, Any], message: str) -> None:
@@ -240,7 +240,7 @@ def test_unreadable_text_is_named(source: dict[str, Any], message: str) -> None:
 def test_tokenizer_must_be_able_to_end_a_document() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="needs an `eos_token`"):
+    with pytest.raises(ValueError, match="must have an `eos_token`"):
         load_packed_dataset(tokenizer, 4, files=write("a.txt", "w7"))
 
 
@@ -295,7 +295,7 @@ def test_stream_without_a_sequence_ends_with_the_reason() -> None:
     write("rows/a.jsonl", "w7 w8 w9")
     with pytest.raises(ValueError, match="at least one sequence of 8 tokens, it has 4"):
         list(packing.PackedStream(TOKENIZER, 8, 2, dataset="rows"))
-    with pytest.raises(ValueError, match="needs an `eos_token`"):
+    with pytest.raises(ValueError, match="must have an `eos_token`"):
         packing.PackedStream(
             PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer), 8, 2, dataset="rows"
         )

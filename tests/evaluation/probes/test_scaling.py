@@ -103,17 +103,17 @@ def test_built_in_sample_has_the_shares_of_which_it_was_made(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (TRANSFORMER, "has no curve: it needs 3 or more .* of both `transformer` and `diff`"),
+        (TRANSFORMER, "has no curve. It needs, for both `transformer` and `diff`, 3 or more"),
         ((*TRANSFORMER[:2], *DIFF), "has no curve"),
         ((*TRANSFORMER[:2], TRANSFORMER[0], *DIFF), "has no curve"),
         ((*TRANSFORMER, "llama,4,,5"), "architecture 'llama', which must be transformer or diff"),
         ((*TRANSFORMER, "diff,,,5"), "neither `parameters` nor `tokens`"),
-        ((*TRANSFORMER, "diff,4,,high"), "`loss` is no positive number, but 'high'"),
-        ((*TRANSFORMER, "diff,4,,-1"), "`loss` is no positive number, but '-1'"),
-        ((*TRANSFORMER, "diff,4,,nan"), "`loss` is no positive number, but 'nan'"),
-        ((*TRANSFORMER, "diff,0,,5"), "`parameters` is no positive number, but '0'"),
-        ((*TRANSFORMER, "diff,4,many,5"), "`tokens` is no positive number, but 'many'"),
-        ((*TRANSFORMER, "diff,1,,5", "diff,4,,5", "diff,16,,5"), "losses of diff that do not fall with parameters"),
+        ((*TRANSFORMER, "diff,4,,high"), "`loss` must be a positive number, got 'high'"),
+        ((*TRANSFORMER, "diff,4,,-1"), "`loss` must be a positive number, got '-1'"),
+        ((*TRANSFORMER, "diff,4,,nan"), "`loss` must be a positive number, got 'nan'"),
+        ((*TRANSFORMER, "diff,0,,5"), "`parameters` must be a positive number, got '0'"),
+        ((*TRANSFORMER, "diff,4,many,5"), "`tokens` must be a positive number, got 'many'"),
+        ((*TRANSFORMER, "diff,1,,5", "diff,4,,5", "diff,16,,5"), "must have losses of diff that fall with parameters"),
     ],
 )
 def test_malformed_losses_are_refused(rows: tuple[str, ...], message: str, tmp_path: Path) -> None:
