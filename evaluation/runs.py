@@ -302,7 +302,7 @@ class SampleStore:
         expected = json.loads(dumps(header))
         differs = [name for name in differences(recorded, expected) if not name.startswith(RECORDED)]
         if self.outcomes and differs:
-            raise ValueError(f"{file} has the samples of a run with a different {', '.join(differs)}. {advice}")
+            raise ValueError(f"{file} has the samples of a run that differs in {', '.join(differs)}. {advice}")
         if differs:
             replace_file(file, dumps(header) + "\n")
         elif complete != content:

@@ -323,7 +323,7 @@ class DifferentialLlamaConfig(PreTrainedConfig):
             check_bounds(name, 1 if name == "num_labels" else getattr(self, name), bounds)
         noise, keys = self.num_noise_heads or 1, self.num_key_value_heads or 1
         if self.num_attention_heads % noise or self.num_attention_heads == noise:
-            rule = f"must be two or more times `num_noise_heads` ({noise}; by default half of `num_attention_heads`)"
+            rule = f"must be two or more times `num_noise_heads` ({noise}), whose default is half of it"
             refuse("num_attention_heads", self.num_attention_heads, rule)
         if noise % keys:
             rule = f"must divide `num_noise_heads` ({noise} of `num_attention_heads`={self.num_attention_heads})"

@@ -166,7 +166,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"variant": "v2", "head_dim": 17}, ("`head_dim`", "got 17", "multiple of 2", "'v2'")),
     (
         {"head_dim": None, "hidden_size": 66},
-        ("`head_dim`", "`hidden_size` (66)", "no multiple of the signal heads (4)"),
+        ("`head_dim`", "`hidden_size` (66)", "not a multiple of the 4 signal heads"),
     ),
     ({"variant": "v3"}, ("'diff_variant'", "got v3", "'v1', 'v2'")),
     ({"variant": None}, ("'diff_variant'", "got None", "'v1', 'v2'")),
@@ -197,7 +197,10 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         for name, entry in (("layer_types", "full_attention"), ("no_rope_layers", 1))
     ),
     *(
-        ({"layer_types": ["full_attention", name]}, ("`layer_types`", f"{name!r}]", "'sliding_attention' only"))
+        (
+            {"layer_types": ["full_attention", name]},
+            ("`layer_types`", f"{name!r}]", "must contain only 'full_attention' and 'sliding_attention'"),
+        )
         for name in ("chunked_attention", "linear_attention", "full")
     ),
     (
@@ -206,7 +209,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ),
     ({"no_rope_layers": [1, 0, 1]}, ("`no_rope_layers`", "not 3,", "got [1, 0, 1]", "`num_hidden_layers` (2)")),
     ({"no_rope_layers": []}, ("`no_rope_layers`", "not 0,", "got []", "`num_hidden_layers` (2)")),
-    ({"no_rope_layers": [1, 2]}, ("`no_rope_layers`", "got [1, 2]", "0 and 1 only")),
+    ({"no_rope_layers": [1, 2]}, ("`no_rope_layers`", "got [1, 2]", "must contain only 0 and 1")),
     ({"attention_chunk_size": 2}, ("`attention_chunk_size`", "got 2", "not supported")),
     ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "got 0.5", "1.0")),
     (
@@ -245,7 +248,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"rope_parameters": None, "rope_theta": "x"}, ("['rope_theta']", "got 'x'", "from")),
     (
         {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-        ("`rope_parameters`", "got {'full_attention'", "same for all layers"),
+        ("`rope_parameters`", "got {'full_attention'", "one dictionary for all layers"),
     ),
     (
         {"head_dim": 4, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},

@@ -222,7 +222,7 @@ def test_saving_again_keeps_the_card_that_someone_wrote(tmp_path: Path) -> None:
 
 
 def test_v2_is_refused_with_how_its_projection_is_trained() -> None:
-    with pytest.raises(ValueError, match=r"`diff_variant` is 'v2'.*modules_to_save=\[\"lambda_proj\"\]"):
+    with pytest.raises(ValueError, match=r"`diff_variant` 'v1', got 'v2'.*modules_to_save=\[\"lambda_proj\"\]"):
         train_lambdas(get_peft_model(tiny_model("v2"), LoraConfig(task_type=TASK)))
 
 
@@ -232,6 +232,6 @@ def test_model_without_an_adapter_is_refused() -> None:
 
 
 def test_state_dict_without_lambdas_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="`state_dict` has no vectors"):
+    with pytest.raises(ValueError, match="`state_dict` has no λ vectors"):
         adapted().save_pretrained(tmp_path, state_dict={"base_model.model.lm_head.weight": torch.zeros(97, 64)})
     assert not list(tmp_path.iterdir())

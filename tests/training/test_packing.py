@@ -48,7 +48,7 @@ def test_documents_of_any_length_are_cut_and_joined_without_loss(
     stream = [token for ids in documents if ids for token in (*ids, END)]
     texts = [" ".join(f"w{token}" for token in ids) for ids in documents]
     if len(stream) < length:
-        with pytest.raises(ValueError, match=f"at least one sequence of {length} tokens, it has {len(stream)}"):
+        with pytest.raises(ValueError, match=f"at least one sequence of {length} tokens, got {len(stream)}"):
             list(pack(texts, TOKENIZER, length))
         return
     rows = [row["input_ids"] for row in pack(texts, TOKENIZER, length, max_tokens)]
@@ -217,7 +217,10 @@ def test_interrupted_packing_is_not_taken_for_the_whole(monkeypatch: pytest.Monk
         ({"files": "torn.txt.gz"}, r"torn\.txt\.gz cannot be read: Compressed file ended"),
         ({"files": "torn.jsonl"}, r"torn\.jsonl cannot be read: "),
         ({"files": "latin.txt"}, r"latin\.txt cannot be read: 'utf-8' codec"),
-        ({"files": "a.jsonl", "column": "body"}, r"a\.jsonl: `data\.column` .* got 'body'; the columns are `text`"),
+        (
+            {"files": "a.jsonl", "column": "body"},
+            r"a\.jsonl cannot be read: `data\.column` .* got 'body'; the columns are `text`",
+        ),
         ({"files": "numbers.jsonl"}, "must name a column with text, got 'text', which has 3"),
         ({"files": ""}, "must be a path, folder or pattern, or a list of them, got ''"),
         ({"files": "a.txt", "max_tokens": 3}, "`data.max_tokens` must be at least 4, the sequence length, got 3"),
@@ -293,7 +296,7 @@ def test_stream_has_the_packed_sequences_and_goes_on_after_any(suffix: str, monk
 
 def test_stream_without_a_sequence_ends_with_the_reason() -> None:
     write("rows/a.jsonl", "w7 w8 w9")
-    with pytest.raises(ValueError, match="at least one sequence of 8 tokens, it has 4"):
+    with pytest.raises(ValueError, match="at least one sequence of 8 tokens, got 4"):
         list(packing.PackedStream(TOKENIZER, 8, 2, dataset="rows"))
     with pytest.raises(ValueError, match="must have an `eos_token`"):
         packing.PackedStream(

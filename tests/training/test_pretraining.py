@@ -176,7 +176,7 @@ def test_model_is_trained_further() -> None:
     settings = SETTINGS | {"model": {"from": "base", "lambda_std_dev": 0.2}}
     folder = pretrain(write("further", settings, max_steps=1, learning_rate=0.0))
     assert same_weights(folder, Path("base"))
-    with pytest.raises(ValueError, match=r"`model\.baseline_from` must name the Transformer"):
+    with pytest.raises(ValueError, match=r"`model\.baseline_from` must name the baseline"):
         pretrain(Path("further.yaml"), of_baseline=True)
 
 
@@ -306,7 +306,7 @@ def test_checkpoint_that_lacks_a_file_is_refused(present: tuple[str, ...], missi
     if missing is None:
         assert last_checkpoint("checkpoints") == newest
     else:
-        with pytest.raises(ValueError, match=f"checkpoint-4 has no {re.escape(missing)}: .* Put the file back, or"):
+        with pytest.raises(ValueError, match=f"checkpoint-4 has no {re.escape(missing)}: .* Restore the file, or"):
             last_checkpoint("checkpoints")
 
 
@@ -447,7 +447,7 @@ def test_changed_text_or_model_is_refused_on_resuming(whole: Path) -> None:
     text = Path("texts/1.txt")
     kept, times = text.read_text(), (text.stat().st_atime_ns, text.stat().st_mtime_ns)
     text.write_text("w9 w9")
-    with pytest.raises(ValueError, match="begun with another text, tokenizer"):
+    with pytest.raises(ValueError, match="has a different text, tokenizer"):
         pretrain(write("whole"))
     text.write_text(kept)
     os.utime(text, ns=times)
@@ -527,7 +527,7 @@ def test_nan_stops_pretraining_and_names_the_step(monkeypatch: pytest.MonkeyPatc
             training(load_best_model_at_end=True, save_total_limit=1, eval_strategy="steps"),
             "`training.save_total_limit` must be at least 2",
         ),
-        ({"training": {"output_dir": "texts/1.txt", "use_cpu": True}}, r"must be a folder, texts/1\.txt is a file"),
+        ({"training": {"output_dir": "texts/1.txt", "use_cpu": True}}, r"must be a folder, got the file texts/1\.txt"),
         ("model: {}\nmodel: {}", "found duplicate key .model."),
         ({"recipe": ["scaling"]}, r"No recipe \['scaling'\]"),
         ({"model": {"from": "llama"}}, "`model.from` must be a differential model, got llama, a llama"),

@@ -80,8 +80,12 @@ CSV = {"test_csv": "text,category\nWhy?,a\n"}
 @pytest.mark.parametrize(
     ("task", "files", "message"),
     [
-        ("trec", {"train_txt": GOOD + "Who ?\n"}, r"train.txt, line 2: .* `COARSE:fine question`.* got `Who \?`"),
-        ("trec", {"test_txt": "PLACE:x Who ?"}, r"test.txt, line 1: .*COARSE one of ABBR, DESC.* got `PLACE:x Who \?`"),
+        ("trec", {"train_txt": GOOD + "Who ?\n"}, r"train.txt, line 2 must be `COARSE:fine question`.* got `Who \?`"),
+        (
+            "trec",
+            {"test_txt": "PLACE:x Who ?"},
+            r"test.txt, line 1 must be .*COARSE one of ABBR, DESC.* got `PLACE:x Who \?`",
+        ),
         ("trec", {"test_txt": "\n"}, "has no test examples"),
         ("trec", {"test_txt": "HUM:ind Who ?\n"}, "no training examples of the test classes human"),
         ("trec", {"test_txt": GOOD}, "no training examples of the test classes location"),

@@ -170,7 +170,7 @@ def test_chat_templates_keep_every_paragraph(measured: Measured) -> None:
     ("settings", "message"),
     [
         ({}, "needs a judge model: set --judge-url to the base URL of an OpenAI-compatible endpoint"),
-        ({"judge_url": "http://localhost", "judge_model": []}, "the name of a model there with --judge-model"),
+        ({"judge_url": "http://localhost", "judge_model": []}, "--judge-model to the name of a model there"),
         ({"judge_url": "localhost:8000"}, "--judge-url must be the base address"),
     ],
 )

@@ -106,7 +106,7 @@ def test_built_in_sample_has_the_shares_of_which_it_was_made(tmp_path: Path) -> 
         (TRANSFORMER, "has no curve. It needs, for both `transformer` and `diff`, 3 or more"),
         ((*TRANSFORMER[:2], *DIFF), "has no curve"),
         ((*TRANSFORMER[:2], TRANSFORMER[0], *DIFF), "has no curve"),
-        ((*TRANSFORMER, "llama,4,,5"), "architecture 'llama', which must be transformer or diff"),
+        ((*TRANSFORMER, "llama,4,,5"), "`architecture` must be transformer or diff, got 'llama'"),
         ((*TRANSFORMER, "diff,,,5"), "neither `parameters` nor `tokens`"),
         ((*TRANSFORMER, "diff,4,,high"), "`loss` must be a positive number, got 'high'"),
         ((*TRANSFORMER, "diff,4,,-1"), "`loss` must be a positive number, got '-1'"),
