@@ -4,8 +4,8 @@
 
     python kernels/write_repository.py DEST
 
-DEST gets the sources (build.toml, torch-ext/) and one build for each backend, build/torch-cpu and build/torch-cuda:
-nothing is compiled, so they are the sources with a metadata.json. https://huggingface.co/docs/kernels describes both.
+DEST gets the sources (build.toml, torch-ext/) and one build for each backend, build/torch-cpu and build/torch-cuda.
+Nothing is compiled: a build is the sources with a metadata.json. See https://huggingface.co/docs/kernels.
 """
 
 import base64
@@ -29,10 +29,10 @@ def write_repository(dest: Path) -> None:
         dest: the folder, which must not exist.
 
     Raises:
-        FileExistsError: it does.
+        FileExistsError: the folder exists.
     """
     if dest.exists():
-        raise FileExistsError(f"{dest} exists. Name another folder, or remove it.")
+        raise FileExistsError(f"{dest} already exists. Name another folder, or remove it.")
     general = tomllib.loads((SOURCE / "build.toml").read_text(encoding="utf-8"))["general"]
     module = general["name"].replace("-", "_")
     sources = SOURCE / "torch-ext" / module

@@ -66,7 +66,7 @@ def test_layout_is_that_of_a_hub_kernel(repository: Path) -> None:
 def test_existing_folder_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, f"{tmp_path} exists. Name another folder, or remove it.\n")
+    assert (done.returncode, done.stderr) == (1, f"{tmp_path} already exists. Name another folder, or remove it.\n")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 

@@ -199,7 +199,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     *(
         (
             {"layer_types": ["full_attention", name]},
-            ("`layer_types`", f"{name!r}]", "must contain only 'full_attention' and 'sliding_attention'"),
+            ("`layer_types`", f"{name!r}]", "and 'sliding_attention'"),
         )
         for name in ("chunked_attention", "linear_attention", "full")
     ),

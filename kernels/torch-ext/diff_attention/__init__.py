@@ -1,18 +1,19 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Differential attention that subtracts the two softmax maps inside: (softmax(Q1 K1ᵀ/√d) - λ softmax(Q2 K2ᵀ/√d)) V.
+"""Differential attention, (softmax(Q1 K1ᵀ/√d) - λ softmax(Q2 K2ᵀ/√d)) V, in one kernel.
 
 Any attention function can compute a differential head as two ordinary heads, whose outputs are then subtracted. These
-kernels compute the difference itself, with about half of the FLOPs: on CPUs by blocks in plain PyTorch (float32 and
-float64), on GPUs in Triton (float32, bfloat16 and float16). Everything else is left to PyTorch's SDPA.
+kernels subtract the two softmax maps before multiplying by V, which takes about half of the FLOPs: on CPUs in blocks in
+plain PyTorch (float32 and float64), on GPUs in Triton (float32, bfloat16 and float16). Other calls fall back to
+PyTorch's SDPA.
 
-In grouped differential attention (arXiv 2510.06949) r signal heads subtract one noise head, whose map is computed once
-for all of them. Queries come group by group, r signals and then their noise; r = 1 is the paper's differential head.
+In grouped differential attention (arXiv 2510.06949), r signal heads share one noise head, whose map is computed once.
+Queries are ordered in groups: r signals, then their noise. The paper's differential head has r = 1.
 
-The package needs torch alone, and triton on GPUs. `diff_attention` takes tensors. `flash_attn_forward` is an attention
-function of transformers, by the name under which transformers looks for it in a kernel of the Hub.
+The package needs only torch, and triton on GPUs. `diff_attention` takes tensors. `flash_attn_forward` is an attention
+function of transformers, with the name that transformers expects in a kernel of the Hub.
 
-Letters in shapes: b batch, n tokens, m keys, s signal heads, H queries of signals and noise, D width of values.
+Letters in shapes: b batch, n tokens, m keys, s signal heads, H query heads (signals and noise), D width of values.
 """
 
 from collections.abc import Callable
@@ -29,11 +30,11 @@ from .triton import DTYPES, HAS_TRITON, triton_attention
 __all__ = ["attention_forward", "diff_attention", "flash_attn_forward", "key_intervals", "supports_flash_attn"]
 
 supports_flash_attn = True
-"""What transformers asks of a kernel of the Hub besides `flash_attn_forward`."""
+"""Flag that transformers requires in a kernel of the Hub together with `flash_attn_forward`."""
 
 
 def supports_options(query: torch.Tensor, dropout: float, options: dict[str, Any]) -> bool:
-    """Whether a call asks for nothing that SDPA alone computes. Arguments as in `attention_forward`."""
+    """Whether the kernels support a call's options. Arguments as in `attention_forward`."""
     return (
         query.numel() > 0
         and dropout == 0
@@ -44,7 +45,7 @@ def supports_options(query: torch.Tensor, dropout: float, options: dict[str, Any
 
 
 def supports_cpu(query: torch.Tensor) -> bool:
-    """Whether a call is computed as it is written: on a CPU, in float32 or float64, neither autocast nor compiled."""
+    """Whether a call is on a CPU, in float32 or float64, without autocast and not compiled."""
     return (
         query.device.type == "cpu"
         and query.dtype in (torch.float32, torch.float64)
@@ -55,7 +56,7 @@ def supports_cpu(query: torch.Tensor) -> bool:
 def supports_blocked(
     query: torch.Tensor, attention_mask: torch.Tensor | None, dropout: float, options: dict[str, Any]
 ) -> bool:
-    """Whether `blocked_attention` computes a call: on a CPU, with a boolean mask of all heads, or none."""
+    """Whether `blocked_attention` supports a call: on a CPU, with no mask or a boolean one that all heads share."""
     b, _, n, _ = query.shape
     return (
         supports_cpu(query)
@@ -68,7 +69,7 @@ def supports_blocked(
 
 
 def supports_varlen(query: torch.Tensor, dropout: float, options: dict[str, Any]) -> bool:
-    """Whether `varlen_attention` computes a call of continuous batching: on a CPU, several requests, no window."""
+    """Whether `varlen_attention` supports a call of continuous batching: on a CPU, several requests, no window."""
     return (
         supports_cpu(query)
         and dropout == 0
@@ -78,12 +79,12 @@ def supports_varlen(query: torch.Tensor, dropout: float, options: dict[str, Any]
 
 
 def runs_triton(device: torch.device | str) -> bool:
-    """Whether a device runs Triton's kernels."""
+    """Whether a device can run the Triton kernels."""
     return HAS_TRITON and torch.device(device).type == "cuda"
 
 
 def supports_triton(query: torch.Tensor, dropout: float, options: dict[str, Any]) -> bool:
-    """Whether `triton_attention` computes a call, if every query sees an interval of keys."""
+    """Whether `triton_attention` supports a call, provided that every query sees an interval of keys."""
     return (
         runs_triton(query.device)
         and query.dtype in DTYPES
@@ -93,16 +94,16 @@ def supports_triton(query: torch.Tensor, dropout: float, options: dict[str, Any]
 
 
 def key_intervals(mask: torch.Tensor, may_have_holes: bool = True) -> torch.Tensor | None:
-    """The half-open interval of keys that each query sees: a boolean mask [b, 1, n, m] -> [b, 1, n, 2] in int32.
+    """Half-open interval of keys that each query sees: a boolean mask [b, 1, n, m] -> [b, 1, n, 2] in int32.
 
-    Causal masks, sliding windows and packed sequences are intervals; padding between tokens leaves holes.
+    Causal masks, sliding windows and packed sequences give intervals. Padding between tokens gives holes.
 
     Args:
         mask: true where a query sees a key.
-        may_have_holes: whether to look for holes, which makes a GPU wait, and which compiled code cannot do.
+        may_have_holes: whether to check for holes. The check synchronises a GPU and is not possible in compiled code.
 
     Returns:
-        `None` if a query sees keys on both sides of one that it does not see, or may do so.
+        The intervals, or `None` if a query sees keys on both sides of one that it does not see (compiled: may see).
     """
     visible = mask.any(-1)
     start, hidden_after = mask.byte().argmax(-1), mask.flip(-1).byte().argmax(-1)
@@ -124,10 +125,10 @@ def sdpa_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """All maps' outputs [b, n, H, D] by PyTorch's SDPA. Arguments as in `attention_forward`."""
+    """Outputs of all maps, [b, n, H, D], by PyTorch's SDPA. Arguments as in `attention_forward`."""
     n = query.shape[2]
     causal = attention_mask is None and n > 1 and is_causal is not False
-    if causal:  # a static cache has free memory after the prompt
+    if causal:  # a static cache has free slots after the prompt
         key, value = key[:, :, :n], value[:, :, :n]
     outputs = scaled_dot_product_attention(
         query, key, value, attention_mask, dropout, is_causal=causal, scale=scaling, enable_gqa=True
@@ -148,22 +149,24 @@ def attention_forward(
     sdpa: Callable[..., tuple[torch.Tensor, None]] = sdpa_forward,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Differential attention, as transformers calls an attention function that has masks of its own.
+    """Differential attention with the signature of a transformers attention function.
 
     Args:
         module: the attention layer, with `map_dim`, `signals_per_noise` and, for continuous batching, `layer_idx`.
-        query: [b, H, n, D], group by group: signals, then their noise. key, value: [b, key/value heads, m, D].
+        query: [b, H, n, D], ordered in groups: signals, then their noise.
+        key: [b, key/value heads, m, D].
+        value: [b, key/value heads, m, D].
         attention_mask: boolean [b or 1, 1, n, m], true where a query sees a key; or added to the scores; or the
-            intervals of `key_intervals`, which alone Triton's kernels take. `None`: one query sees every key, and each
-            of several those up to its own.
+            intervals of `key_intervals`, the only mask for the Triton kernels. `None`: a single query sees all keys,
+            several queries are causal.
         scaling: factor of the scores.
-        dropout: of each softmax map.
+        dropout: probability for each softmax map.
         differential_lambda: λ, [1] or [b, n, s, 1].
-        sdpa: computes what the kernels do not: dropout, half precision on a CPU, masks with holes on a GPU, ….
-        kwargs: the options of attention functions. With `cache`, the call is one of continuous batching.
+        sdpa: fallback for unsupported calls: dropout, half precision on a CPU, masks with holes on a GPU, ….
+        kwargs: options of attention functions. With `cache`, the call is from continuous batching.
 
     Returns:
-        The differences [b, n, s, D], or all maps' outputs [b, n, H, D] from `sdpa`; and `None`: maps are not kept.
+        The differences [b, n, s, D], or all maps' outputs [b, n, H, D] from `sdpa`; and `None` in place of the maps.
     """
     n = query.shape[2]
     options: tuple[Any, ...] = module.map_dim, scaling, module.signals_per_noise
@@ -174,7 +177,7 @@ def attention_forward(
             cu_seqlens = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
             return varlen_attention(query, key, value, differential_lambda, *cu_seqlens, *options), None
     elif supports_blocked(query, attention_mask, dropout, kwargs):
-        if attention_mask is None and n > 1:  # a static cache has free memory after the prompt
+        if attention_mask is None and n > 1:  # a static cache has free slots after the prompt
             key, value = key[:, :, :n], value[:, :, :n]
         return blocked_attention(query, key, value, differential_lambda, attention_mask, *options), None
     elif supports_triton(query, dropout, kwargs) and (attention_mask is None or attention_mask.dtype == torch.int32):
@@ -197,8 +200,8 @@ def flash_attn_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`attention_forward` for transformers' loader of kernels, which gives the masks of `sdpa`: for Triton's kernels
-    their intervals are searched for in every layer."""
+    """`attention_forward` for transformers' kernel loader, which passes the masks of `sdpa`: every layer computes their
+    intervals for the Triton kernels."""
     if (
         attention_mask is not None
         and attention_mask.dtype == torch.bool
@@ -225,7 +228,7 @@ def diff_attention(
     """Differential attention (arXiv 2410.05258, equation 1; arXiv 2510.06949) of tensors, differentiable.
 
     Args:
-        query: [b, H, n, D], group by group: signals, then their noise; in V1 padded, [signal | 0] and [0 | noise].
+        query: [b, H, n, D], in groups of signals, then their noise; in V1 padded, [signal | 0] and [0 | noise].
         key: [b, key/value heads, m, D], in V1 [K1 | K2]. value: [b, key/value heads, m, D].
         differential_lambda: λ, [1] or [b, n, s, 1], float32 (float64 with float64 tensors).
         attention_mask: boolean [b or 1, 1, n, m], true where a query sees a key. `None`: causal.

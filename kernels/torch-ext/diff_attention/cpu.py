@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Differential attention on CPUs, in plain PyTorch, by blocks of queries.
+"""Differential attention on CPUs in plain PyTorch, in blocks of queries.
 
 A block's softmax maps are computed whole, and a noise's map is subtracted from its signals' before they are multiplied
 by V: r + 1 products for the scores of r signals and their noise, and r with V. At r = 1 a V1 head then costs what two
@@ -33,7 +33,7 @@ than the additional FLOPs."""
 
 
 class Block(NamedTuple):
-    """Some queries (`rows`) of some key/value heads, and the number of keys that these see at most."""
+    """Queries (`rows`) of some key/value heads, and the maximum number of keys that they see."""
 
     heads: slice
     rows: slice
@@ -91,7 +91,7 @@ class AttentionLayout:
         return tensor.unflatten(0, (-1, self.shape[1])).permute(0, 4, 1, 3, 2, 5).flatten(2, 4)
 
     def blocks(self) -> Iterator[Block]:
-        """All blocks of the call."""
+        """Return all blocks of the call."""
         b, kv_heads, groups, n, m, _ = self.shape
         rows = min(ROWS, n)
         heads = max(1, BLOCK // ((self.signals_per_noise + 1) * groups * rows * m))
@@ -102,12 +102,12 @@ class AttentionLayout:
                 yield Block(slice(first, min(first + heads, b * kv_heads)), slice(start, stop), kv_len)
 
     def map_size(self, block: Block) -> int:
-        """Elements of one map of a block."""
+        """Return the number of elements of one map of a block."""
         heads, rows = block.heads.stop - block.heads.start, block.rows.stop - block.rows.start
         return heads * self.shape[2] * rows * block.kv_len
 
     def workspace(self, maps: int) -> torch.Tensor:
-        """Memory for so many maps of the largest block."""
+        """Allocate memory for that many maps of the largest block."""
         return self.values.new_empty(maps * max(self.map_size(block) for block in self.blocks()))
 
     def workspace_view(self, workspace: torch.Tensor, block: Block, maps: int) -> torch.Tensor:
@@ -161,7 +161,7 @@ class BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Keeps the inputs alone: the maps are computed again."""
+        """Saves only the inputs. The backward computes the maps again."""
         ctx.save_for_backward(*inputs[:5])
         ctx.options = inputs[5:]
 
@@ -172,7 +172,7 @@ class BlockedAttention(torch.autograd.Function):
 
 
 class BlockedGradients(torch.autograd.Function):
-    """The gradients of `BlockedAttention`, which are not differentiable themselves.
+    """The gradients of `BlockedAttention`. They are not differentiable.
 
     With dP = dO Vᵀ of a signal: dS = A∘(dP - Σ A∘dP), dλ = -Σ A_noise∘dP, and the signal's part of dS_noise, a sum over
     the signals of a group: -λ·A_noise∘(dP - Σ A_noise∘dP).
@@ -223,12 +223,12 @@ class BlockedGradients(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        """Keeps nothing."""
+        """Saves nothing."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Refuses."""
-        raise NotImplementedError('Gradients of gradients need attn_implementation="eager".')
+        """Raises `NotImplementedError`."""
+        raise NotImplementedError('Second-order gradients are not supported. Use attn_implementation="eager".')
 
 
 def blocked_attention(
@@ -241,7 +241,7 @@ def blocked_attention(
     scaling: float,
     signals_per_noise: int,
 ) -> torch.Tensor:
-    """Differential attention that subtracts the noise's map from the signals' before it multiplies by V.
+    """Differential attention that subtracts the noise map from the signal maps before multiplying by V.
 
     Args:
         query: [b, H, n, D], in V1 padded with zeros, which are not read. key, value: [b, key/value heads, m, D].
@@ -249,7 +249,7 @@ def blocked_attention(
         mask: `None`, causal with the last query at the last key, or which keys a query sees, [b or 1, 1, n, m].
         map_dim: d in V1, D in V2.
         scaling: factor of the scores.
-        signals_per_noise: r, the signals of a group, which are followed by their noise.
+        signals_per_noise: r, the number of signals of a group.
 
     Returns:
         [b, n, s, D].
@@ -272,13 +272,13 @@ def varlen_attention(
     scaling: float,
     signals_per_noise: int,
 ) -> torch.Tensor:
-    """Causal differential attention of sequences that follow one another, each by itself. Not differentiable.
+    """Causal differential attention of packed sequences, each computed separately. Not differentiable.
 
     Args:
         query: [1, H, n, D], of all sequences. key, value: [1, key/value heads, m, D].
         differential_lambda: λ, [1] or [1, n, s, 1].
-        cu_seqlens_q: 0, and where each sequence's queries end, int32. Its last query is at its last key.
-        cu_seqlens_k: likewise of its keys.
+        cu_seqlens_q: 0 and the end of each sequence's queries, int32. The last query is at the last key.
+        cu_seqlens_k: 0 and the end of each sequence's keys, int32.
         map_dim, scaling, signals_per_noise: as in `blocked_attention`.
 
     Returns:
@@ -303,7 +303,7 @@ def varlen_attention(
 
 
 def combine_outputs(outputs: torch.Tensor, differential_lambda: torch.Tensor, signals_per_noise: int) -> torch.Tensor:
-    """A signal's output - λ·its noise's: [b, n, H, D], λ [1] or [b, n, s, 1] -> [b, n, s, D]."""
+    """Subtracts λ times the noise's output from each signal's: [b, n, H, D], λ [1] or [b, n, s, 1] -> [b, n, s, D]."""
     signals, noise = outputs.unflatten(2, (-1, signals_per_noise + 1)).split((signals_per_noise, 1), dim=3)
     if differential_lambda.dim() > 1:
         differential_lambda = differential_lambda.unflatten(2, (-1, signals_per_noise))
@@ -319,7 +319,7 @@ def decode(
     scaling: float,
     signals_per_noise: int,
 ) -> torch.Tensor:
-    """Attention of one query, [b, H, 1, D]: keys and values are read once.
+    """Attention of one query, [b, H, 1, D], that reads keys and values once.
 
     Padded queries read whole keys, because one product is faster than two and few columns are faster than few rows.
     """

@@ -84,7 +84,7 @@ CSV = {"test_csv": "text,category\nWhy?,a\n"}
         (
             "trec",
             {"test_txt": "PLACE:x Who ?"},
-            r"test.txt, line 1 must be .*COARSE one of ABBR, DESC.* got `PLACE:x Who \?`",
+            r"test.txt, line 1 must .*COARSE one of ABBR.* got `PLACE:x Who \?`",
         ),
         ("trec", {"test_txt": "\n"}, "has no test examples"),
         ("trec", {"test_txt": "HUM:ind Who ?\n"}, "no training examples of the test classes human"),
