@@ -233,7 +233,7 @@ def test_data_of_option_environment_or_sample_are_read(tmp_path: Path, monkeypat
     assert first(data=str(tmp_path / "b")) == "Question: b?\nAnswer:"
     with pytest.raises(ValueError, match=r"--metadata data must be a path, such as \./novels, got 1"):
         first(data=1)
-    with pytest.raises(ValueError, match=r"--metadata data_source .* got 'mine'"):
+    with pytest.raises(ValueError, match=r"--metadata must not have data_source.* got 'mine'"):
         first(data_source="mine")
     with pytest.raises(FileNotFoundError, match=rf"{tmp_path} has no piqa\.jsonl.* with --metadata data=PATH"):
         first(data=str(tmp_path))
