@@ -49,7 +49,7 @@ MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_slidi
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the mask to add to scores in `dtype`: its lowest number where a boolean mask is false, and as a limit."""
+    """Returns a mask to add to scores: the lowest number of `dtype` where a boolean mask is false; else clamps."""
     lowest = torch.finfo(dtype).min
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, lowest)

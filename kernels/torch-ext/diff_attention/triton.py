@@ -41,10 +41,10 @@ LOG2_E = 1.4426950408889634
 """Kernels compute exp(x) as 2^(x·log2(e)), which is one instruction."""
 
 OPTIONS = {"enable_fp_fusion": True}
-"""Of the compiler: x·y + z is one instruction. Triton's default will change."""
+"""Compiler options: x·y + z is one instruction. Set because Triton's default will change."""
 
 DECODING_TOKENS = 16
-"""Up to so many tokens with a query, several programs share the keys of a row if processors would be idle."""
+"""Maximum number of query tokens for which several programs share the keys of a row, if processors would be idle."""
 
 _NAMESPACE = re.sub(r"\W", "_", __name__)  # this file may be imported as a package's and as remote code
 
@@ -442,7 +442,7 @@ if HAS_TRITON:
 def block_sizes(
     kernel: str, map_dim: int, head_dim: int, dtype: torch.dtype, rows: int, signals_per_noise: int
 ) -> dict[str, int]:
-    """Tile sizes, warps and pipeline stages of a kernel: `"forward"`, `"query_gradient"` or `"key_value_gradient"`.
+    """Return tile sizes, warps and pipeline stages of a kernel.
 
     For Hopper (227 KB of shared memory, 255 registers for a thread) and not yet measured: by arithmetic, accumulators,
     at r = 1 two [BLOCK_M, D], take at most 128 of a thread's registers up to r = 4, and tiles in flight fit shared
@@ -450,12 +450,12 @@ def block_sizes(
     does float32's dQ of several signals.
 
     Args:
-        kernel: which one.
+        kernel: `"forward"`, `"query_gradient"` or `"key_value_gradient"`.
         map_dim: width of one map's query and key.
         head_dim: D.
         dtype: of queries, keys and values.
-        rows: how many rows a key/value head has; few get a smaller tile.
-        signals_per_noise: r; several signals lie side by side in a tile, of which fewer rows then fill one.
+        rows: number of rows of a key/value head. Few rows get a smaller tile.
+        signals_per_noise: r. The signals of a row are side by side in a tile, which then has fewer rows.
     """
     wide = head_dim > 128
     few = max(16, triton.next_power_of_2(rows))
@@ -477,7 +477,7 @@ def block_sizes(
 
 
 def split_count(m: int, programs: int, processors: int) -> int:
-    """How many programs share the m keys of a row: two for each processor in all, 256 keys or more for each."""
+    """Return the number of programs that share a row's m keys: two per processor in all, each with 256 or more keys."""
     return max(1, min(2 * processors // programs, m // 256, 64))
 
 
@@ -493,7 +493,7 @@ def _arguments(
     map_dim: int,
     signals_per_noise: int,
 ) -> dict[str, Any]:
-    """What all kernels on rows get besides pointers: strides, n, m and widths."""
+    """Return the arguments of all kernels on rows besides pointers: strides, n, m and widths."""
     d = query.shape[-1]
     return {
         **dict(zip(("stride_qb", "stride_qh", "stride_qn"), query.stride(), strict=False)),
@@ -700,19 +700,19 @@ def triton_attention(
     """Differential attention, (softmax(Q1 K1ᵀ·scaling) - λ softmax(Q2 K2ᵀ·scaling)) V (arXiv 2410.05258, equation 1),
     where r signals Q1 share one noise Q2 (arXiv 2510.06949).
 
-    Inputs may have any strides but for a contiguous last dimension. What lies in keys and values outside of the
-    intervals of all queries has no influence, be it NaN.
+    Inputs may have any strides if the last dimension is contiguous. Keys and values outside of the intervals of all
+    queries have no effect, even if they are NaN.
 
     Args:
         query: [b, H, n, D], float16, bfloat16 or float32, in groups of r signals and their noise.
-        key: [b, h_kv, m, D] in that dtype, h_kv a divisor of the number of groups: as many groups as a key/value head
-            has to serve follow each other.
-        value: [b, h_kv, m, D] in that dtype.
+        key: [b, h_kv, m, D] in the same dtype. h_kv divides the number of groups; the groups of a key/value head are
+            consecutive.
+        value: [b, h_kv, m, D] in the same dtype.
         differential_lambda: λ in float32, [1] or [b, n, s, 1].
-        bounds: [b, 1, n, 2] in int32, the half-open interval of the keys that each query sees; all queries' outputs
-            and gradients are 0 where it is empty. `None`: causal, the last query sees the last key.
-        map_dim: width of one map's query and key. D: they are whole (V2). D/2: the signals' are the first half, the
-            noise's the second half; the other halves of queries are not read, and their gradients are 0 (V1).
+        bounds: [b, 1, n, 2] in int32, the half-open interval of keys that each query sees. If it is empty, outputs and
+            gradients are 0. `None`: causal, the last query sees the last key.
+        map_dim: width of one map's query and key. D: the whole width (V2). D/2: signals use the first half, the noise
+            the second half; the other halves of queries are not read, and their gradients are 0 (V1).
         scaling: factor of the scores before the softmax, positive.
         signals_per_noise: r.
 
@@ -721,7 +721,7 @@ def triton_attention(
 
     Raises:
         `ImportError`: triton is not installed.
-        `ValueError`: a shape, dtype or stride is another. The message names the rule and what was received.
+        `ValueError`: a shape, dtype or stride is wrong. The message has the rule and the value received.
     """
     if not HAS_TRITON:
         raise ImportError("triton_attention needs triton, which comes with CUDA builds of torch.")
@@ -740,7 +740,7 @@ def _check(
     scaling: float,
     signals_per_noise: int,
 ) -> None:
-    """Raises `ValueError` unless the inputs are as `triton_attention` says."""
+    """Raises `ValueError` unless the inputs are as `triton_attention` requires."""
     b, heads, n, d = query.shape
     kv_heads, m = key.shape[1:3]
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
