@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Notes in what is built which commit it was built of; everything else is in pyproject.toml."""
+"""Writes the commit into built packages. Everything else is in pyproject.toml."""
 
 import subprocess
 from pathlib import Path
@@ -14,14 +14,14 @@ NOTE = "_commit.txt"
 
 
 def write_commit(folder: Path) -> None:
-    """Writes the commit of this clone into a folder; an unpacked source distribution has it there already."""
+    """Writes the commit of this clone into a folder. An unpacked source distribution contains the file already."""
     try:
         git = ["git", "-C", str(Path(__file__).parent)]
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
         changes = subprocess.run([*git, "status", "--porcelain", "modeling_diff"], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return
-    if (Path(__file__).parent / ".git").exists():  # not a folder that lies in somebody else's clone
+    if (Path(__file__).parent / ".git").exists():  # git may have found an enclosing clone of something else
         (folder / NOTE).write_text(head + (" with changes" if changes.stdout else "") + "\n", encoding="utf-8")
 
 
@@ -29,9 +29,9 @@ class Build(build_py):
     """Builds the packages."""
 
     def run(self) -> None:
-        """Builds the packages and notes the commit."""
+        """Builds the packages and writes the commit into them."""
         super().run()
-        if not self.editable_mode:  # an editable package asks git
+        if not self.editable_mode:  # an editable install asks git
             write_commit(Path(self.build_lib, "diffllama"))
 
 
@@ -39,7 +39,7 @@ class SourceDistribution(sdist):
     """Makes a source distribution."""
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
-        """Copies the files and notes the commit."""
+        """Copies the files and writes the commit."""
         super().make_release_tree(base_dir, files)
         write_commit(Path(base_dir, "src", "diffllama"))
 

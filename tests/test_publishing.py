@@ -158,7 +158,7 @@ def expected(story: Story) -> torch.Tensor:
         return DiffLlamaForCausalLM.from_pretrained(story.folder)(torch.arange(1, 14)[None]).logits
 
 
-def test_commands_of_the_readme_publish_a_private_model(story: Story) -> None:
+def test_documented_commands_publish_a_private_model(story: Story) -> None:
     repository = story.hub.repositories["user/name"]
     assert repository.private
     assert set(repository.files(story.first)) == {".gitattributes", *(file.name for file in story.folder.iterdir())}

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.serving import MODELS, Engine, answer, command, free_port, prompts, run, serve, table
-from support.openai_server_suite import readme_command
+from support.openai_server_suite import documented_command
 from support.tiny_models import tiny_tokenizer
 
 
@@ -92,7 +92,7 @@ def test_server_that_does_not_start_is_reported_with_its_output(tmp_path: Path) 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_commands_are_the_documented_ones_with_a_dtype(engine: Engine) -> None:
     program = {"transformers": "diffllama", "vllm": "vllm"}[engine]
-    _, _, _, *options, _, _ = readme_command(program, Path("folder"), 8000)
+    _, _, _, *options, _, _ = documented_command(program, Path("folder"), 8000)
     words = command(engine, "bin/python", "folder", 8000, "float32", MODELS[engine]["diff"])
     assert Path(words[0]).name == program
     assert set(re.sub(r"(--\S+) (?!-)", r"\1=", " ".join(options)).split()) <= set(words)

@@ -282,7 +282,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Path], type[Exception], str]] = {
     "config that is no object": (with_config("[]"), ValueError, r"config\.json"),
     "config that is no JSON": (with_config("{"), ValueError, r"config\.json"),
     "sizes that contradict": (broken({}, hidden_size=32), CheckpointError, r"\[64, 48\], must be \[64, 32\]"),
-    "ours": (broken({}, model_type="diff_llama"), ValueError, "`model_type` 'unilm-v1' or without it, got 'diff_llama'"),
+    "ours": (broken({}, model_type="diff_llama"), ValueError, "'unilm-v1' or without it, got 'diff_llama'"),
     "other variant": (broken({}, diff_variant="v2"), ValueError, "`diff_variant` must be 'v1', got 'v2'"),
     "biases": (broken({}, attention_bias=True), ValueError, "`attention_bias` must be False, got True"),
     "activation": (broken({}, hidden_act="gelu"), ValueError, "`hidden_act` must be 'silu', got 'gelu'"),

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 from benchmarks.serving import Server, free_port, serve
 from support import folder_generation
-from support.openai_server_suite import QUESTION, Answering, ask, chat, check_it_stops, post, readme_command
+from support.openai_server_suite import QUESTION, Answering, ask, chat, check_it_stops, documented_command, post
 
 
 FOLDERS = Path(__file__).parents[2] / "build/vllm"
@@ -24,7 +24,7 @@ CONTENTS = [QUESTION, "Why is the sky blue?", "Name a colour.", "What is two and
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     port, log = free_port(), tmp_path_factory.mktemp("served") / "log"
-    words = [*readme_command("vllm", FOLDER, port), "--dtype", "float32", "--enforce-eager"]
+    words = [*documented_command("vllm", FOLDER, port), "--dtype", "float32", "--enforce-eager"]
     with serve(words, port, str(FOLDER), log) as server:
         yield server
 
@@ -76,7 +76,7 @@ def test_server_stops_in_the_middle_of_an_answer(server: Server) -> None:
 @pytest.mark.parametrize("variant", ["v1", "v2"])
 def test_adapters_are_served_beside_their_model(variant: str, tmp_path: Path) -> None:
     folder, port = FOLDERS / f"{variant}-gqa", free_port()
-    words = [*readme_command("vllm", folder, port), "--max-model-len=256", "--dtype=float32", "--enforce-eager"]
+    words = [*documented_command("vllm", folder, port), "--max-model-len=256", "--dtype=float32", "--enforce-eager"]
     words += ["--enable-lora", "--max-lora-rank=8", f"--lora-modules=adapter={FOLDERS / f'{variant}-adapter'}"]
     with folder_generation.another_process() as process, serve(words, port, str(folder), tmp_path / "log") as server:
         for model, same in ((str(folder), folder), ("adapter", FOLDERS / f"{variant}-merged")):

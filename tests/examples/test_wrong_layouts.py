@@ -29,7 +29,7 @@ def test_step_that_is_left_out_is_seen_at_once(rows: list[tuple[str, str, float,
     assert min(other for _, other in wrong) > 0.1
 
 
-def test_table_of_the_readme_has_these_rows(rows: list[tuple[str, str, float, float]]) -> None:
+def test_documented_table_has_these_rows(rows: list[tuple[str, str, float, float]]) -> None:
     text = (ROOT / "docs/layouts.md").read_text(encoding="utf-8")
     for name, left_out, difference, other in rows:
         start = f"| {name} | {left_out} | "

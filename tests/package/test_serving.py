@@ -20,7 +20,7 @@ from diffllama import DiffLlamaForCausalLM
 from diffllama.cli import app
 from diffllama.serving import MAX_BODY_SIZE, check_options, command, run
 from support import folder_generation
-from support.openai_server_suite import QUESTION, Answering, ask, chat, check_it_stops, post, readme_command
+from support.openai_server_suite import QUESTION, Answering, ask, chat, check_it_stops, documented_command, post
 from support.tiny_models import tiny_model, tiny_tokenizer
 
 
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     port = free_port()
-    words = readme_command("diffllama", folder, port)
+    words = documented_command("diffllama", folder, port)
     with serve(words, port, str(folder), folder / "log", {"HF_MODULES_CACHE": str(folder / "modules")}) as server:
         yield server
 

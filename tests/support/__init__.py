@@ -1,1 +1,1 @@
-"""What several tests share: tiny models, inputs, fake servers, and the independent truth."""
+"""Helpers of several tests: tiny models, inputs, fake servers, and the independent reference."""

@@ -1,4 +1,4 @@
-"""Masks under which attention is compared with the truth."""
+"""Attention masks for comparisons with the reference."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ import torch
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model is given, and what each token may see.
+    """Inputs of a model, and the keys that each token may attend to.
 
     Attributes:
-        attention_mask: [b, n] or `None`, as users give it.
+        attention_mask: [b, n] or `None`, as users pass it.
         position_ids: [b, n].
-        visible: [b, n, n], whether query i sees key j.
+        visible: [b, n, n], true where query i sees key j.
         real: [b, n], false for padding.
     """
 
@@ -23,7 +23,11 @@ class Batch:
 
 
 def batch(kind: str, n: int) -> Batch:
-    """Two rows of `n` tokens: `causal`, `left` or `right` padded by different amounts, with `holes`, or `packed`."""
+    """Returns two rows of `n` tokens of a kind.
+
+    `causal` has no padding; `left` and `right` pad the two rows differently; `holes` has padding between tokens;
+    `packed` has two documents per row.
+    """
     causal = torch.ones(n, n, dtype=torch.bool).tril().expand(2, n, n)
     positions = torch.arange(n).expand(2, n)
     real = torch.ones(2, n, dtype=torch.bool)

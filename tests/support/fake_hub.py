@@ -1,8 +1,8 @@
-"""A Hub on the loopback interface, for tests with the real huggingface_hub client, in this process or others.
+"""A fake Hub on the loopback interface, for tests with the real huggingface_hub client in this or another process.
 
 It answers the requests about model repositories that the tests need, with LFS instead of Xet, and keeps everything in
-memory. The token "hf_alice" is that of the user alice. A repository belongs to the user before its slash: nobody else
-reads it if it is private, or writes to it, but everybody may open pull requests. Unknown requests get status 501.
+memory. The token "hf_alice" is that of the user alice. A repository belongs to the user before its slash. Nobody else
+may write to it, or read it if it is private, but everybody may open pull requests. Unknown requests get status 501.
 """
 
 import base64
@@ -29,7 +29,7 @@ LFS_SUFFIXES = (".bin", ".gguf", ".h5", ".model", ".onnx", ".pt", ".safetensors"
 
 
 class Refusal(Exception):
-    """An answer that is an error. The client chooses its exception by the code."""
+    """An error response. The client chooses its exception by the code."""
 
     def __init__(self, status: int, message: str, code: str | None = None, **headers: str):
         super().__init__(message)
@@ -41,7 +41,7 @@ class Refusal(Exception):
 
 
 class Blob:
-    """A file: in git itself, or a pointer there to an LFS object."""
+    """A file: stored in git, or as a pointer to an LFS object."""
 
     def __init__(self, path: str, content: bytes):
         self.content, self.size, self.sha256 = content, len(content), hashlib.sha256(content).hexdigest()
@@ -49,7 +49,7 @@ class Blob:
         pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:%b\nsize %d\n"
         stored = pointer % (self.sha256.encode(), self.size) if self.lfs else content
         self.oid = hashlib.sha1(b"blob %d\0%b" % (len(stored), stored)).hexdigest()  # as git computes it
-        # The name that the client gives it in its cache. It need not upload what it has under the same name.
+        # The name of the file in the client's cache. The client does not upload a file that has the same name there.
         self.etag = self.sha256 if self.lfs else self.oid
 
 
@@ -63,8 +63,14 @@ class Commit:
 
 
 class Repository:
-    """Commits, oldest first; refs to them ("main", "any-branch", "refs/pr/1", "refs/tags/v1"); LFS objects by SHA-256;
-    and the authors of pull requests, who may write to these."""
+    """A model repository.
+
+    Attributes:
+        commits: oldest first.
+        refs: name, such as "main", "any-branch", "refs/pr/1" or "refs/tags/v1" -> oid of a commit.
+        objects: SHA-256 -> LFS object.
+        authors: ref of a pull request -> its author, who may write to it.
+    """
 
     def __init__(self, name: str, private: bool = False):
         self.name, self.private, self.owner = name, private, name.split("/")[0]
@@ -76,7 +82,7 @@ class Repository:
         self.commit({".gitattributes": attributes.encode()})
 
     def find(self, revision: str = "main") -> Commit:
-        """The commit that a branch, a pull request or an oid stands for."""
+        """Returns the commit of a branch, a pull request, a tag or an oid."""
         oid = self.refs.get(revision, revision)
         for commit in self.commits:
             if commit.oid == oid:
@@ -87,7 +93,7 @@ class Repository:
         return {path: blob.content for path, blob in self.find(revision).files.items()}
 
     def commit(self, changes: Mapping[str, bytes | None], ref: str = "main", parent: Commit | None = None) -> Commit:
-        """Adds a commit to `parent`, by default what `ref` points to, and moves `ref` there. None deletes a file."""
+        """Adds a commit after `parent`, by default the commit of `ref`, and moves `ref` to it. None deletes a file."""
         parent = parent or (self.find(ref) if self.commits else None)
         files = dict(parent.files) if parent else {}
         for path, content in changes.items():
@@ -108,7 +114,7 @@ class Repository:
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asked for, and the status of the answer."""
+    """A request of a client, and the status of the response."""
 
     method: str
     path: str
@@ -116,14 +122,14 @@ class Request:
 
 
 class Hub(ThreadingHTTPServer):
-    """The server, from `with Hub() as hub:` to the end of the block.
+    """The server. `with Hub() as hub:` runs it until the end of the block.
 
     Attributes:
-        endpoint: its address.
-        repositories: by name, such as "alice/model".
-        requests: what clients asked for, in order.
-        refuse_uploads_after: so many more LFS objects are accepted. The next are refused with status 403, after which
-            the client gives up at once.
+        endpoint: URL of the server.
+        repositories: name, such as "alice/model" -> repository.
+        requests: requests of clients, in order.
+        refuse_uploads_after: number of LFS objects that are still accepted, `None` for no limit. Further ones are
+            refused with status 403, which the client does not retry.
     """
 
     request_queue_size = 128  # clients download in several threads
@@ -146,16 +152,16 @@ class Hub(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, *about: Any) -> None:
-        if not isinstance(sys.exc_info()[1], ConnectionError):  # a client may leave at any time
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # clients may disconnect at any time
             super().handle_error(*about)
 
     def create(self, name: str, private: bool = False) -> Repository:
-        """A new repository, with the one commit that the Hub begins with."""
+        """Creates a repository with its first commit, as the Hub does."""
         self.repositories[name] = repository = Repository(name, private)
         return repository
 
     def environment(self, home: Path, token: str | None = None) -> dict[str, str]:
-        """For a client process: this Hub, the cache at `home`, the token or none, and else what this process has."""
+        """Returns the environment of a client process: this process's, with this Hub, a cache at `home` and `token`."""
         foreign = re.compile(r"(HF_|HUGGING|TRANSFORMERS_).*|.*_PROXY", re.IGNORECASE)
         return {name: value for name, value in os.environ.items() if not foreign.fullmatch(name)} | {
             "HF_ENDPOINT": self.endpoint,
@@ -170,7 +176,7 @@ class Hub(ThreadingHTTPServer):
 
 
 def connect(hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the client of this process talk to a fake Hub, with caches in a folder, as alice."""
+    """Connects the client of this process to a fake Hub as alice, with caches in `folder`."""
     for name, value in {
         "ENDPOINT": hub.endpoint,
         "HUGGINGFACE_CO_URL_TEMPLATE": f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
@@ -189,7 +195,7 @@ def connect(hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Answer:
-    """Bytes, or what to send as JSON."""
+    """A response. `data` is bytes, or anything else to send as JSON."""
 
     data: Any = b""
     status: int = 200
@@ -197,10 +203,10 @@ class Answer:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection. `user`, `query` and `sent` belong to the request at hand."""
+    """One connection. `user`, `query` and `sent` (the body) belong to the current request."""
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or the body, sent after the headers, waits for the client's acknowledgement
+    disable_nagle_algorithm = True  # otherwise the body waits until the client has acknowledged the headers
     server: Hub
 
     def respond(self) -> None:
@@ -213,7 +219,7 @@ class Handler(BaseHTTPRequestHandler):
                 answer = self.route(*(unquote(part) for part in url.path.strip("/").split("/")))
             except Refusal as error:
                 answer = Answer({"error": str(error)}, error.status, error.headers)
-            except Exception:  # not status 500, after which clients try again
+            except Exception:  # clients would retry after status 500
                 answer = Answer({"error": traceback.format_exc()}, 501)
             body = answer.data if isinstance(answer.data, bytes) else json.dumps(answer.data).encode()
             hub.requests.append(Request(self.command, self.path, answer.status))
@@ -264,20 +270,24 @@ class Handler(BaseHTTPRequestHandler):
                 return self.resolve(self.repository(f"{owner}/{name}"), revision, "/".join(path))
         raise Refusal(501, "the fake Hub does not know this request")
 
-    # Who may do it.
+    # Permissions.
 
     def writing(self) -> str:
         return "propose" if self.query.get("create_pr") == ["1"] else "write"
 
     def sign_in(self) -> None:
         if not self.user:
-            # huggingface.co sends no code. The client takes the status for it, but only from https addresses.
+            # huggingface.co sends no code here. The client infers it from the status, but only for https URLs.
             raise Refusal(401, "Invalid username or password.", "RepoNotFound" if "/models/" in self.path else None)
 
     def repository(self, name: str, purpose: str = "read", ref: str = "") -> Repository:
-        """A repository that the user may read, propose changes to, or write to (to `ref`, if that is their request)."""
+        """Returns a repository if the user has the right to "read" it, to "propose" changes or to "write" to it.
+
+        Authors of a pull request may write to its `ref`.
+        """
         repository = self.server.repositories.get(name)
-        if repository is None or (repository.private and self.user != repository.owner):  # the user cannot know which
+        # The same answer for both, so that users cannot tell that a private repository exists.
+        if repository is None or (repository.private and self.user != repository.owner):
             raise Refusal(404 if self.user else 401, "Repository not found", "RepoNotFound")
         if purpose != "read":
             self.sign_in()
@@ -285,7 +295,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(403, f"You have no right to write to {name}")
         return repository
 
-    # Questions.
+    # Reading.
 
     def info(self, repository: Repository, revision: str) -> Answer:
         commit = repository.find(revision)
@@ -300,7 +310,7 @@ class Handler(BaseHTTPRequestHandler):
         return Answer(answer)
 
     def tree(self, repository: Repository, revision: str, folder: str) -> Answer:
-        """All files in a folder and below."""
+        """Lists all files in a folder and below."""
         files = repository.find(revision).files
         inside = [path for path in files if path.startswith(f"{folder}/" if folder else "")]
         if not inside:
@@ -319,7 +329,7 @@ class Handler(BaseHTTPRequestHandler):
         headers["Location"] = f"{self.server.storage}/{repository.name}/{blob.sha256}"
         return Answer(status=302, headers=headers)
 
-    # Changes.
+    # Writing.
 
     def create(self, name: str, organization: str | None = None, **options: str) -> Answer:
         self.sign_in()
@@ -342,7 +352,7 @@ class Handler(BaseHTTPRequestHandler):
         return Answer({"files": answer})
 
     def announce(self, repository: Repository) -> Answer:
-        """Where to upload LFS objects. What is here already needs no upload."""
+        """Returns the upload URLs of the LFS objects that the repository does not have yet."""
         objects = json.loads(self.sent)["objects"]
         for entry in objects:
             if entry["oid"] not in repository.objects:
@@ -351,7 +361,7 @@ class Handler(BaseHTTPRequestHandler):
         return Answer({"transfer": "basic", "objects": objects})
 
     def store(self, repository: Repository, sha256: str) -> Answer:
-        """An LFS object. To know its address is the permission."""
+        """Stores an LFS object. Knowing its URL is the permission."""
         left = self.server.refuse_uploads_after
         if left == 0:
             raise Refusal(403, "Request has expired")

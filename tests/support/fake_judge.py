@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint on the loopback interface, which judges by a rule."""
+"""An OpenAI-compatible endpoint on the loopback interface that answers by a rule."""
 
 import json
 import threading
@@ -9,14 +9,14 @@ from typing import Any
 
 
 Answer = str | tuple[int, str]
-"""A completion's text; or status and body of another response."""
+"""Text of a completion, or status and body of any other response."""
 
 
 class FakeJudge:
-    """Answers `POST /v1/chat/completions` by a rule, and keeps the requests. A context manager.
+    """Context manager that answers `POST /v1/chat/completions` by a rule and records the requests.
 
     Args:
-        rule: body of a request and how many came before it -> the answer.
+        rule: (body of a request, number of requests before it) -> answer.
     """
 
     def __init__(self, rule: Callable[[dict[str, Any], int], Answer]) -> None:
@@ -38,7 +38,7 @@ class FakeJudge:
                 self.send_header("Retry-After-Ms", "1")  # clients retry without a pause
                 self.send_header("Content-Length", str(len(text.encode())))
                 self.end_headers()
-                with suppress(ConnectionError):  # the client was impatient
+                with suppress(ConnectionError):  # the client timed out
                     self.wfile.write(text.encode())
 
             def log_message(self, *args: Any) -> None:

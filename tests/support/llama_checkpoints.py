@@ -1,4 +1,4 @@
-"""Tiny checkpoints of Llama and its relatives, sound and broken, and what a folder holds."""
+"""Tiny checkpoints of Llama and related models, valid and broken, and snapshots of folders."""
 
 import hashlib
 import json
@@ -56,14 +56,14 @@ RELATIVES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "phi3-window": (Phi3Config, {"sliding_window": 8}),
     "phi3-longrope": (Phi3Config, {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
 }
-"""Name -> relatives of Llama, with fields besides `SIZES`."""
+"""Name -> configuration class of a model related to Llama, and fields that it adds to `SIZES`."""
 
 
 SAVED = tempfile.TemporaryDirectory()
 
 
 def save_model(folder: Path, config: PreTrainedConfig, std: float = 0.2, **save: Any) -> Path:
-    """Saves a language model with random weights, the same for the same configuration, which is made once."""
+    """Saves a language model with random weights from a fixed seed, built once per configuration."""
     key = repr((type(config), config.to_json_string(use_diff=False), std, save))
     saved = Path(SAVED.name, hashlib.sha256(key.encode()).hexdigest())
     if not saved.exists():
@@ -103,18 +103,18 @@ def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -
 
 
 def verification(folder: Path) -> dict[str, Any]:
-    """What a converted folder tells of its verification."""
+    """Returns the verification record of a converted folder."""
     return json.loads((folder / "conversion.json").read_text())["verification"]
 
 
 def apply(weights: dict[str, torch.Tensor], weight_map: WeightMap, *options: Any) -> dict[str, torch.Tensor]:
-    """What a weight map makes of weights. The options are those of `plan`: our configuration, and a dtype."""
+    """Applies a weight map to weights. `options` are those of `plan`: our configuration, and a dtype."""
     steps = plan({name: tensor.to("meta") for name, tensor in weights.items()}, weight_map, *options)
     return {name: step.make(*(weights[needed] for needed in step.inputs)) for name, step in steps.items()}
 
 
 def snapshot(folder: Path) -> dict[str, bytes | str | None]:
-    """Everything in a folder, hidden files too: path -> content, target of a link, or `None` for a folder."""
+    """Returns everything in a folder: path -> content of a file, target of a link, or `None` for a folder."""
     return {
         str(path.relative_to(folder)): (
             str(path.readlink()) if path.is_symlink() else path.read_bytes() if path.is_file() else None
@@ -128,11 +128,11 @@ class Refusal:
     """A conversion that must be refused.
 
     Attributes:
-        prepare: is given a folder in which `src` is a sound checkpoint, and returns what is to be converted.
-        error: what `convert` raises.
-        message: regular expression that the error's text matches.
-        dest: where to, relative to the folder.
-        even_to_overwrite: whether `overwrite=True` does not help.
+        prepare: prepares a folder that contains a valid checkpoint `src`, and returns the path to convert.
+        error: exception that `convert` raises.
+        message: regular expression that matches the exception's message.
+        dest: destination, relative to the folder.
+        even_to_overwrite: whether `convert` also refuses with `overwrite=True`.
     """
 
     prepare: Callable[[Path], Path]
@@ -143,7 +143,7 @@ class Refusal:
 
 
 def _broken(error: type[Exception], message: str, break_it: Callable[[Path], Any]) -> Refusal:
-    """A sound checkpoint that is broken by a function."""
+    """Refusal of a checkpoint that a function breaks."""
 
     def prepare(folder: Path) -> Path:
         break_it(folder / "src")
@@ -153,22 +153,22 @@ def _broken(error: type[Exception], message: str, break_it: Callable[[Path], Any
 
 
 def _config(message: str, error: type[Exception] = ValueError, **fields: Any) -> Refusal:
-    """Other fields in config.json."""
+    """Refusal of fields in config.json."""
     return _broken(error, message, lambda src: edit_config(src, **fields))
 
 
 def _text(name: str, content: str, message: str) -> Refusal:
-    """Another content of a file of the checkpoint."""
+    """Refusal of a content of a file of the checkpoint."""
     return _broken(ValueError, message, lambda src: (src / name).write_text(content))
 
 
 def _tensors(message: str, edit: Callable[[dict[str, torch.Tensor]], Any]) -> Refusal:
-    """Other weights."""
+    """Refusal of weights."""
     return _broken(CheckpointError, message, lambda src: edit_weights(src, edit))
 
 
 def _file(name: str, content: bytes, message: str, error: type[Exception] = ValueError) -> Refusal:
-    """A file with this content in place of a checkpoint."""
+    """Refusal of a file with this content instead of a checkpoint."""
     return _path(name, lambda file: file.write_bytes(content), error, message)
 
 
@@ -178,7 +178,7 @@ def _cut(file: Path) -> None:
 
 
 def _other_weights(src: Path) -> None:
-    """As it would be loaded by transformers: with the weights that it names beside the folder's own."""
+    """Names a second file of weights in config.json, which transformers would load instead of model.safetensors."""
     weights = load_file(src / "model.safetensors")
     save_file({name: -tensor for name, tensor in weights.items()}, src / "other.safetensors", metadata={"format": "pt"})
     edit_config(src, transformers_weights="other.safetensors")
@@ -205,7 +205,7 @@ LAYER = r"(\s+{}: model\.layers\.{}\.\S+ \[\d+(, 64|, 96)?\]){{9}}$"
 
 
 def _path(name: str, make: Callable[[Path], Any], error: type[Exception], message: str, dest: str = "dest") -> Refusal:
-    """Something in the folder, beside the checkpoint or the checkpoint itself, that a function is given to make."""
+    """Refusal of a path, beside the checkpoint or the checkpoint itself, that a function creates."""
 
     def prepare(folder: Path) -> Path:
         make(folder / name)
@@ -232,9 +232,7 @@ REFUSALS = {
     "config no json": _text("config.json", "{", r"src/config\.json is not valid JSON"),
     "config no object": _text("config.json", "[]", r"src/config\.json must be .*got list"),
     "config too deep": _text("config.json", "[" * 100_000, r"config\.json .*too deeply"),
-    "generation settings no json": _text(
-        "generation_config.json", "{", r"generation_config\.json is not valid JSON"
-    ),
+    "generation settings no json": _text("generation_config.json", "{", r"generation_config\.json is not valid JSON"),
     "broken tokenizer": _text("tokenizer.json", "{", "double quotes"),
     "adapter": _text("adapter_config.json", "{}", r"an adapter beside its model \(adapter_config\.json\).*merge_and_"),
     "adapter behind a link to nothing": _broken(
@@ -298,7 +296,7 @@ REFUSALS = {
 
 
 def prepared(refusal: Refusal, folder: Path) -> tuple[Path, Path]:
-    """Makes the folder of a refusal. Returns what is to be converted, and where to."""
+    """Prepares the folder of a refusal. Returns the source and the destination of the conversion."""
     llama(folder / "src")
     (folder / "readme").write_text("a file")
     return refusal.prepare(folder), folder / refusal.dest

@@ -1,4 +1,4 @@
-"""What every OpenAI-compatible server of ours must do, whichever engine it is of."""
+"""Tests of an OpenAI-compatible server, the same for every engine."""
 
 import json
 import os
@@ -27,26 +27,26 @@ AT_ONCE = 64
 PAGE = Path(__file__).parents[2] / "docs/serve.md"
 
 
-def readme_command(program: str, folder: Path, port: int) -> list[str]:
-    """Return the documented command that starts a server, with another folder, on a port."""
+def documented_command(program: str, folder: Path, port: int) -> list[str]:
+    """Returns the documented command that starts a server, with another folder, on a port."""
     (line,) = [line for line, _ in commands(PAGE) if line.startswith(f"{program} serve ")]
     _, serve, model, *options = line.split()
     assert model.startswith("demo/")
     return [str(Path(sys.executable).parent / program), serve, str(folder), *options, "--port", str(port)]
 
 
-def readme_client(server: Server) -> str:
-    """Return what the documented client prints."""
+def documented_client(server: Server) -> str:
+    """Runs the documented client and returns its output."""
     (block,) = blocks(PAGE, "py")
     code = block.text.replace("http://localhost:8000", server.url)
     code, count = re.subn(r"model = .*", f"model = {server.model!r}", code)
     assert count == 1
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
-    return done.stdout
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
 
 
 def ask(server: Server, content: str = QUESTION, tokens: int = 8, **options: Any) -> Any:
-    """The answer of a chat."""
+    """Returns the answer to a chat message, or its chunks with `stream=True`."""
     messages = [{"role": "user", "content": content}]
     create = server.client().chat.completions.create
     answer = create(model=server.model, messages=messages, max_tokens=tokens, temperature=0, **options)
@@ -54,20 +54,20 @@ def ask(server: Server, content: str = QUESTION, tokens: int = 8, **options: Any
 
 
 def post(server: Server, body: bytes | dict[str, Any]) -> requests.Response:
-    """A raw request for a chat."""
+    """Sends a chat request with a given body."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     return requests.post(f"{server.url}/v1/chat/completions", data=content, headers=headers, timeout=120)
 
 
 def chat(server: Server, **fields: Any) -> dict[str, Any]:
-    """The body of such a request."""
+    """Returns the body of a chat request with `QUESTION`; fields replace its own."""
     messages = [{"role": "user", "content": QUESTION}]
     return {"model": server.model, "messages": messages, "max_tokens": 8, "temperature": 0} | fields
 
 
 def begin_stream(server: Server, then: Callable[[], T], tokens: int = 900) -> T:
-    """Does something when the beginning of a long answer has come, and goes away."""
+    """Calls a function once the first chunk of a long answer has arrived, and then disconnects."""
     body = chat(server, stream=True, max_tokens=tokens)
     with requests.post(f"{server.url}/v1/chat/completions", json=body, stream=True, timeout=120) as response:
         lines = response.iter_lines()  # the connection lasts as long as this
@@ -77,7 +77,7 @@ def begin_stream(server: Server, then: Callable[[], T], tokens: int = 900) -> T:
 
 
 def computes(server: Server, seconds: float = 0.5) -> bool:
-    """Whether it, or what it started, takes more than a tenth of a processor in so many seconds."""
+    """Tells whether the server and its children use more than a tenth of a core during a time in seconds."""
     server_process = psutil.Process(server.process.pid)
     processes = [server_process, *server_process.children(recursive=True)]
 
@@ -90,19 +90,19 @@ def computes(server: Server, seconds: float = 0.5) -> bool:
 
 
 def check_it_stops(server: Server, within: float = 30) -> None:
-    """SIGTERM in the middle of an answer ends it, whatever it says about that."""
+    """Checks that SIGTERM in the middle of an answer ends the server, with any status."""
     begin_stream(server, lambda: os.kill(server.process.pid, signal.SIGTERM))
     server.process.wait(within)
 
 
 class Answering:
-    """Tests of a server, by the fixtures `server` and `answers`, which has the right ones to `QUESTION` and others."""
+    """Tests of the fixture `server`. The fixture `answers` has the right answers to `QUESTION` and other messages."""
 
     client_errors = 500
-    """Statuses of what is JSON with senseless fields are below."""
+    """Upper limit of the status of requests whose fields have wrong types."""
 
     long = 900
-    """Tokens of answers that take longer than 20 s when eight clients wait for them."""
+    """Tokens of an answer that takes longer than 20 s when eight clients request it."""
 
     def test_server_chats(self, server: Server, answers: dict[str, str]) -> None:
         assert {content: ask(server, content) for content in answers} == answers
@@ -113,16 +113,16 @@ class Answering:
         assert len(pieces) > 4
         assert "".join(pieces) == answers[QUESTION]
 
-    def test_readmes_client_is_answered(self, server: Server) -> None:
-        assert len(readme_client(server).split()) > 10
+    def test_documented_client_is_answered(self, server: Server) -> None:
+        assert len(documented_client(server).split()) > 10
 
     def test_server_answers_many_at_once(self, server: Server, answers: dict[str, str]) -> None:
         contents = [list(answers)[i % len(answers)] for i in range(AT_ONCE)]
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            got = list(pool.map(lambda content: ask(server, content), contents))
-        assert got == [answers[content] for content in contents]
+            received = list(pool.map(lambda content: ask(server, content), contents))
+        assert received == [answers[content] for content in contents]
 
-    def test_clients_that_go_away_leave_it_answering(self, server: Server, answers: dict[str, str]) -> None:
+    def test_server_answers_after_clients_disconnect(self, server: Server, answers: dict[str, str]) -> None:
         with ThreadPoolExecutor(8) as pool:
             began = [pool.submit(begin_stream, server, lambda: computes(server), self.long) for _ in range(8)]
         assert all(client.result() for client in began)
@@ -131,7 +131,7 @@ class Answering:
         while computes(server):
             assert time.monotonic() < deadline
 
-    def test_nonsense_is_refused(self, server: Server, answers: dict[str, str]) -> None:
+    def test_malformed_requests_are_refused(self, server: Server, answers: dict[str, str]) -> None:
         for body in (b"{", b"[]", b'"text"', b"\xff\xfe"):
             response = post(server, body)
             assert 400 <= response.status_code < 500, (body, response.status_code, response.text)

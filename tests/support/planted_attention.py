@@ -1,4 +1,4 @@
-"""Tiny models whose attention is planted by hand, so that every score is known."""
+"""Tiny models whose weights are set by hand, so that every attention score is known."""
 
 import math
 
@@ -12,24 +12,24 @@ from support.tiny_loaded_models import tiny_loaded_model
 def planted_model(
     kind: str, markers: str = "0123456789", score: float = 60.0, second: float = 60.0, lambda_: float = 0.25
 ) -> LoadedModel:
-    """A model in which every query scores the letters in `markers`, and all other keys 0, in every layer and head.
+    """Returns a model with a fixed attention score for the letters in `markers`, and 0 for all other keys.
+
+    All layers, heads and queries have the same scores. Hidden states are the embeddings in all layers: [1, 1, 0, …],
+    and [1, 0, 1, …] for markers. No layer adds to them, and RoPE rotates nothing.
 
     Args:
-        kind: as `tiny_loaded_model` takes it.
+        kind: kind of `tiny_loaded_model`.
         markers: letters of one byte each.
-        score: of a marker in the signals' maps of differential heads, and in all maps of a Llama.
-        second: of a marker in the noises' maps.
-        lambda_: what the noises' maps are subtracted with.
-
-    The hidden states are the embeddings, [1, 1, 0, …] and of markers [1, 0, 1, …], in all layers: nothing is added to
-    them. Nothing is rotated.
+        score: score of a marker in the signal maps of differential heads, and in all maps of a Llama.
+        second: score of a marker in the noise maps.
+        lambda_: λ of all heads.
     """
     loaded = tiny_loaded_model(kind)
     model = loaded.model
     embeddings = model.get_input_embeddings().weight.zero_()
     embeddings[:, :2] = 1
     embeddings[loaded.encode(markers), 1:3] = torch.tensor([0.0, 1])
-    normed = 1 / math.sqrt(2 / model.config.hidden_size + model.config.rms_norm_eps)  # of a 1 in the normed states
+    normed = 1 / math.sqrt(2 / model.config.hidden_size + model.config.rms_norm_eps)  # a 1 after the norm
     model.model.rotary_emb.inv_freq.zero_()
     for layer in model.model.layers:
         attention = layer.self_attn
