@@ -175,7 +175,10 @@ def sentences() -> dict[str, str]:
         return time_cell(record(*(GOALS | OTHERS)[row]), column).strip("*")
 
     prefill, step = f"{least_time_of_v2('prefill', 2048):.2f}", f"{least_time_of_v2('train', 512):.2f}"
-    served = [row["vLLM: V2"].partition("(")[2].strip("*)") for row in serving_table().values()]
+    vllm, transformers = (
+        [row[f"{engine}: V2"].partition("(")[2].strip("*)") for row in serving_table().values()]
+        for engine in ("vLLM", "`diffllama serve`")
+    )
     decoding = [ratio(f"decode one token after {length}", "V1") for length in ("2,048", "8,192")]
     alone = ratio("attention alone, one query after 2,048 keys", "V1")
     trained = ratio("training step of 2 × 512 tokens", "V1")
@@ -185,7 +188,8 @@ def sentences() -> dict[str, str]:
     llama_times = f"{prefill} of the Llama's time for this prefill and {step} for this training step"
     return {
         f"V2 cannot take less than {llama_times}": "README.md",
-        f"V2 serves {served[0]}, {served[1]} and {served[2]} of the Llama's requests per second": "README.md",
+        f"V2 serves {vllm[0]}, {vllm[1]} and {vllm[2]} of the Llama's requests per second": "README.md",
+        f"`diffllama serve`, it serves {transformers[0]}, {transformers[1]} and {transformers[2]}": "README.md",
         f"at least {prefill} times the Llama's time for this prefill and {step} for this": "docs/performance.md",
         f"decodes at {decoding[0]} and {decoding[1]} times the Llama's time (target 1.10)": "docs/performance.md",
         f"trains at {trained}": "docs/performance.md",
