@@ -14,7 +14,7 @@ NOTE = "_commit.txt"
 
 
 def write_commit(folder: Path) -> None:
-    """Writes the commit of this clone into a folder. An unpacked source distribution contains the file already."""
+    """Write the commit of this clone into a folder. An unpacked source distribution contains the file already."""
     try:
         git = ["git", "-C", str(Path(__file__).parent)]
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
@@ -29,7 +29,7 @@ class Build(build_py):
     """Builds the packages."""
 
     def run(self) -> None:
-        """Builds the packages and writes the commit into them."""
+        """Build the packages and write the commit into them."""
         super().run()
         if not self.editable_mode:  # an editable install asks git
             write_commit(Path(self.build_lib, "diffllama"))
@@ -39,7 +39,7 @@ class SourceDistribution(sdist):
     """Makes a source distribution."""
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
-        """Copies the files and writes the commit."""
+        """Copy the files and write the commit."""
         super().make_release_tree(base_dir, files)
         write_commit(Path(base_dir, "src", "diffllama"))
 

@@ -66,11 +66,11 @@ class Attention:
         self.gradient = self.gradient.to(setting.torch_dtype)
 
     def use(self, implementation: str) -> None:
-        """Selects the attention function."""
+        """Select the attention function."""
         self.module.config._attn_implementation = implementation
 
     def __call__(self) -> torch.Tensor:
-        """Computes outputs [b, queries, heads, width of values] with the selected attention function."""
+        """Compute outputs [b, queries, heads, width of values] with the selected attention function."""
         query = pad_queries(self.query, self.module.signals_per_noise) if self.joins else self.query
         key = self.cached if self.decoding else (join_keys(self.key) if self.joins else self.key).transpose(1, 2)
         more = {"differential_lambda": self.differential_lambda} if self.differential else {}
@@ -93,7 +93,7 @@ class Attention:
         return output
 
     def plain(self, inputs: Tensors, rows: torch.Tensor) -> torch.Tensor:
-        """Computes the outputs of some queries in plain PyTorch.
+        """Compute the outputs of some queries in plain PyTorch.
 
         Args:
             inputs: tensors of `self.inputs`, in any dtype.
@@ -121,14 +121,14 @@ class Attention:
         return (weights @ value.repeat_interleave(self.heads // value.shape[1], 1)).transpose(1, 2)
 
     def backward(self) -> None:
-        """Runs a forward and a backward, and discards the gradients."""
+        """Run a forward and a backward, and discard the gradients."""
         self().backward(self.gradient)
         for tensor in self.inputs.values():
             tensor.grad = None
 
 
 def in_dtype(attention: Attention, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Copies the inputs to another dtype, except λ, which stays in float32."""
+    """Copy the inputs to another dtype, except λ, which stays in float32."""
     return {
         name: tensor.detach().to(tensor.dtype if name == "differential_lambda" else dtype).requires_grad_()
         for name, tensor in attention.inputs.items()
@@ -137,7 +137,7 @@ def in_dtype(attention: Attention, dtype: torch.dtype) -> dict[str, torch.Tensor
 
 @torch.no_grad()
 def check_outputs(attention: Attention) -> None:
-    """Compares outputs with plain PyTorch's at `CHECKED_QUERIES` queries of the sequence.
+    """Compare outputs with plain PyTorch's at `CHECKED_QUERIES` queries of the sequence.
 
     Raises:
         CorrectnessError: they differ.
@@ -153,7 +153,7 @@ def check_outputs(attention: Attention) -> None:
 
 
 def check_gradients(attention: Attention) -> None:
-    """Compares the gradients of all inputs with plain PyTorch's.
+    """Compare the gradients of all inputs with plain PyTorch's.
 
     Raises:
         CorrectnessError: they differ.
@@ -183,7 +183,7 @@ def check_gradients(attention: Attention) -> None:
 
 
 def forward(attention: Attention, implementation: str) -> Step:
-    """Returns the step of a forward: of a whole sequence, or of one query with a KV cache."""
+    """Return the step of a forward: of a whole sequence, or of one query with a KV cache."""
     batch, queries = attention.query.shape[:2]
 
     @torch.no_grad()
@@ -194,7 +194,7 @@ def forward(attention: Attention, implementation: str) -> Step:
 
 
 def train(attention: Attention, implementation: str) -> Step:
-    """Returns the step of a forward and a backward with gradients of all inputs."""
+    """Return the step of a forward and a backward with gradients of all inputs."""
     setting = attention.setting
 
     def check() -> None:

@@ -76,7 +76,7 @@ DEFAULT = ("attention", "model/decode", "model/prefill", "model/train")
 
 
 def choose(names: Sequence[str]) -> list[Case]:
-    """Returns the cases with these names or of these groups, each once.
+    """Return the cases with these names or of these groups, each once.
 
     Raises:
         ValueError: a name is neither a case nor a group.

@@ -125,7 +125,7 @@ def run(
 
 
 def main() -> None:
-    """Runs the command line. A wrong value is one printed line and exit status 2."""
+    """Run the command line. A wrong value is one printed line and exit status 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         app()

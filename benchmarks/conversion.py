@@ -52,7 +52,7 @@ from diffllama.conversion.weight_map import Rule, plan
 
 
 def llama(nbytes: float, folder: Path) -> dict[str, torch.Tensor]:
-    """Writes the configuration of a Llama in bfloat16 of about a given size.
+    """Write the configuration of a Llama in bfloat16 of about a given size.
 
     It is as wide as an 8B model, or half, a quarter, ... as wide if it would have fewer than 4 layers otherwise.
 
@@ -76,7 +76,7 @@ def llama(nbytes: float, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def motif_2(nbytes: float, folder: Path) -> dict[str, torch.Tensor]:
-    """Does the same as `llama` for a Motif in float32, as wide as Motif-2.6B or narrower."""
+    """Do the same as `llama` for a Motif in float32, as wide as Motif-2.6B or narrower."""
     for scale in (1, 2, 4, 8, 16, 32):
         hidden, intermediate, vocab = 2048 // scale, 8192 // scale, 219520 // scale
         layers = max(1, round((nbytes / 4 - vocab * hidden) / (4 * hidden**2 + 3 * hidden * intermediate)))
@@ -94,7 +94,7 @@ MODELS: dict[str, Callable[[float, Path], dict[str, torch.Tensor]]] = {"llama": 
 
 
 def generate(model: str, nbytes: float, folder: Path) -> list[int]:
-    """Writes a checkpoint with random weights, one shard at a time, and returns the sizes of its tensors in bytes."""
+    """Write a checkpoint with random weights, one shard at a time, and return the sizes of its tensors in bytes."""
     tensors = MODELS[model](nbytes, folder)
     pattern = "model{suffix}.safetensors"
     split = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size="2GB")
@@ -111,7 +111,7 @@ def generate(model: str, nbytes: float, folder: Path) -> list[int]:
 
 
 def copy_tensors(src: Path, dest: Path) -> None:
-    """Copies the weights of a folder with the conversion's engine."""
+    """Copy the weights of a folder with the conversion's engine."""
     checkpoint = open_checkpoint(src)
     templates = {re.sub(r"\d+", "{i}", name) for name in checkpoint.tensors}
     dest.mkdir()
@@ -120,7 +120,7 @@ def copy_tensors(src: Path, dest: Path) -> None:
 
 
 def settings(src: Path) -> dict[str, Any]:
-    """Returns the fields of a folder's config.json."""
+    """Return the fields of a folder's config.json."""
     return json.loads((src / "config.json").read_bytes())
 
 
@@ -132,14 +132,14 @@ CASES: dict[str, Callable[[Path, Path], object]] = {
 
 
 def for_files(folder: Path, call: Callable[[int], object]) -> None:
-    """Calls a function with the file descriptor of each file in a folder."""
+    """Call a function with the file descriptor of each file in a folder."""
     for path in filter(Path.is_file, folder.rglob("*")):
         with path.open("rb") as file:
             call(file.fileno())
 
 
 def measure(case: str, src: Path, dest: Path) -> dict[str, float]:
-    """Runs and measures a case in this process. Its peak memory includes memory-mapped files."""
+    """Run and measure a case in this process. Its peak memory includes memory-mapped files."""
     os.sync()  # dirty pages would stay in the page cache
     for_files(src, lambda file: os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED))
     imports, start = resident("VmHWM") / 1e6, time.perf_counter()
@@ -151,13 +151,13 @@ def measure(case: str, src: Path, dest: Path) -> dict[str, float]:
 
 
 def measure_afresh(case: str, src: Path, dest: Path) -> dict[str, float]:
-    """Runs and measures a case in a fresh process."""
+    """Run and measure a case in a fresh process."""
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         return process.submit(measure, case, src, dest).result()
 
 
 def check(case: str, src: Path, dest: Path) -> None:
-    """Checks tensors of the first and the last layer of a case's result.
+    """Check tensors of the first and the last layer of a case's result.
 
     Raises:
         AssertionError: a tensor has wrong values.
@@ -175,7 +175,7 @@ def check(case: str, src: Path, dest: Path) -> None:
 
 
 def run(folder: Path, model: str, gigabytes: float, rounds: int, console: Console) -> dict[str, dict[str, Any]]:
-    """Checks and measures all cases in an empty folder, as the module's docstring says."""
+    """Check and measure all cases in an empty folder, as the module's docstring says."""
     where = machine("cpu") | {"rounds": rounds, "safetensors": safetensors.__version__}
     generate(model, 3e6, folder / "tiny")
     convert(folder / "tiny", folder / "converted", source=model, verify=True)  # raises if a logit differs

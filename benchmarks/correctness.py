@@ -29,7 +29,7 @@ class CorrectnessError(Exception):
 
 
 def errors(values: Tensors, truth: Tensors) -> dict[str, float]:
-    """Computes relative errors |values - truth| / |truth| with Euclidean norms.
+    """Compute relative errors |values - truth| / |truth| with Euclidean norms.
 
     Returns:
         One error per name over all layers and inputs: `*` replaces the numbers in names. It is NaN if the values have
@@ -45,7 +45,7 @@ def errors(values: Tensors, truth: Tensors) -> dict[str, float]:
 
 
 def compare(kind: str, values: Tensors, truth: Tensors, plain: Tensors | None = None) -> None:
-    """Compares tensors by name.
+    """Compare tensors by name.
 
     Args:
         kind: "output" or "gradient".
@@ -71,7 +71,7 @@ def compare(kind: str, values: Tensors, truth: Tensors, plain: Tensors | None = 
 
 
 def compare_with_plain(kind: str, values: Tensors, plain: Callable[[torch.dtype], Tensors], dtype: torch.dtype) -> None:
-    """Calls `compare` with the results of `plain` in float32 and, if the values have another dtype, also in theirs.
+    """Call `compare` with the results of `plain` in float32 and, if the values have another dtype, also in theirs.
 
     Raises:
         CorrectnessError: as `compare` does.

@@ -30,7 +30,7 @@ multiplies by V.
 
 
 def units(method: str, step: str) -> float:
-    """Returns the units of a step: "prefill" (forward), "train" (forward and backward) or "decode" (one query).
+    """Return the units of a step: "prefill" (forward), "train" (forward and backward) or "decode" (one query).
 
     The backward recomputes QKᵀ and computes dQ and dK; dP and dV.
     """
@@ -41,5 +41,5 @@ def units(method: str, step: str) -> float:
 
 
 def floors(step: str) -> dict[str, float]:
-    """Returns each method's units as a multiple of the Transformer's."""
+    """Return each method's units as a multiple of the Transformer's."""
     return {method: units(method, step) / units("transformer", step) for method in FLOPS if method != "transformer"}

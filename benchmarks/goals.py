@@ -22,7 +22,7 @@ THREADS = 2
 
 
 def goal_status(case: str, setting: Setting, threads: int, ratio: float, below: float | None) -> dict[str, Any]:
-    """Compares a result of ours with its limits.
+    """Compare a result of ours with its limits.
 
     Args:
         case: name of the case.
@@ -41,6 +41,6 @@ def goal_status(case: str, setting: Setting, threads: int, ratio: float, below: 
 
 
 def describe(goal: dict[str, Any]) -> str:
-    """Formats the limits of a `goal_status` and whether all are met. Returns an empty string if there are none."""
+    """Format the limits of a `goal_status` and whether all are met. Returns an empty string if there are none."""
     limits = [f"{sign} {goal[name]:.2f}" for sign, name in (("≤", "at_most"), ("<", "below")) if goal[name] is not None]
     return f"{' and '.join(limits)}: {'met' if goal['met'] else 'MISSED'}" if limits else ""

@@ -107,7 +107,7 @@ class Implementation:
 
 
 def llama(shape: str, groups: int | None = None) -> LlamaConfig:
-    """Returns the configuration of the Llama of a shape.
+    """Return the configuration of the Llama of a shape.
 
     Args:
         shape: one of `SHAPE_NAMES`.
@@ -130,7 +130,7 @@ def llama(shape: str, groups: int | None = None) -> LlamaConfig:
 
 
 def applies(architecture: Architecture, llama: LlamaConfig) -> bool:
-    """Tells whether the architecture exists with a Llama's sizes.
+    """Tell whether the architecture exists with a Llama's sizes.
 
     V1 and transformers' `diffllama` need even numbers of heads and key/value heads; `4to1` needs a multiple of 4 heads.
     """
@@ -140,7 +140,7 @@ def applies(architecture: Architecture, llama: LlamaConfig) -> bool:
 
 
 def configuration(architecture: Architecture, llama: LlamaConfig) -> PretrainedConfig:
-    """Returns the configuration that matches a Llama in hidden size, depth and size of the KV cache.
+    """Return the configuration that matches a Llama in hidden size, depth and size of the KV cache.
 
     V1 has half as many heads of twice the width. V2 has as many signal heads of the same width, with a noise head each.
     In `v2-4to1`, four signal heads share a noise head, and like `llama-4to1` it has a key/value head per four heads.
@@ -168,7 +168,7 @@ def configuration(architecture: Architecture, llama: LlamaConfig) -> PretrainedC
 def build(
     architecture: Architecture, setting: Setting, implementation: str = "sdpa", dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """Builds a model with random weights from a fixed seed, in the setting's dtype unless `dtype` is given."""
+    """Build a model with random weights from a fixed seed, in the setting's dtype unless `dtype` is given."""
     classes = {
         **dict.fromkeys(("llama", "llama-4to1"), transformers.LlamaForCausalLM),
         "transformers": transformers.DiffLlamaForCausalLM,
@@ -184,7 +184,7 @@ def build(
 
 
 def available(implementation: str, setting: Setting) -> bool:
-    """Tells whether an attention function is registered and supports the setting's device and dtype."""
+    """Tell whether an attention function is registered and supports the setting's device and dtype."""
     if implementation.startswith("flash_attention"):
         there = importlib.util.find_spec("flash_attn") is not None
         return there and setting.device == "cuda" and setting.dtype != "float32"
@@ -194,7 +194,7 @@ def available(implementation: str, setting: Setting) -> bool:
 def implementations(
     setting: Setting, architectures: Sequence[str] = ARCHITECTURES, attention: Sequence[str] | None = None
 ) -> list[Implementation]:
-    """Returns the implementations to compare in a setting, a Llama first.
+    """Return the implementations to compare in a setting, a Llama first.
 
     Args:
         setting: sizes, dtype and device.

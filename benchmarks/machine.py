@@ -22,7 +22,7 @@ BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(10**6)
 
 @contextmanager
 def busy_cores(count: int) -> Iterator[None]:
-    """Keeps `count` cores busy with other processes while the context lasts."""
+    """Keep `count` cores busy with other processes while the context lasts."""
     processes = [subprocess.Popen([sys.executable, "-S", "-c", BUSY, str(os.getpid())]) for _ in range(count)]
     try:
         yield
@@ -33,7 +33,7 @@ def busy_cores(count: int) -> Iterator[None]:
 
 
 def machine(device: str, busy: int = 0) -> dict[str, object]:
-    """Returns the machine, its load, the number of cores kept busy, and the versions of packages."""
+    """Return the machine, its load, the number of cores kept busy, and the versions of packages."""
     cpuinfo = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
     cpu = model[1] if model else platform.processor() or platform.machine()

@@ -38,12 +38,12 @@ class Step:
 
 
 def spread(numbers: Sequence[float]) -> dict[str, float]:
-    """Returns the median, minimum ("least") and maximum ("most") of several numbers."""
+    """Return the median, minimum ("least") and maximum ("most") of several numbers."""
     return {"median": statistics.median(numbers), "least": min(numbers), "most": max(numbers)}
 
 
 def seconds(run: Callable[[], Any], device: str) -> float:
-    """Returns the wall-clock time of a call in seconds, including the work that it queues on a GPU."""
+    """Return the wall-clock time of a call in seconds, including the work that it queues on a GPU."""
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -54,7 +54,7 @@ def seconds(run: Callable[[], Any], device: str) -> float:
 
 
 def in_turn(names: Iterable[K], rounds: int) -> Iterator[tuple[int, K]]:
-    """Yields (number of the round, name) for every name in every round. Each round starts with the next name."""
+    """Yield (number of the round, name) for every name in every round. Each round starts with the next name."""
     turns = list(names)
     for number in range(rounds):
         yield from ((number, name) for name in turns)
@@ -62,14 +62,14 @@ def in_turn(names: Iterable[K], rounds: int) -> Iterator[tuple[int, K]]:
 
 
 def resident(field: str) -> int:
-    """Returns the resident memory of this process in bytes: VmRSS (now) or VmHWM (peak) of /proc/self/status."""
+    """Return the resident memory of this process in bytes: VmRSS (now) or VmHWM (peak) of /proc/self/status."""
     match = re.search(rf"{field}:\s*(\d+) kB", Path("/proc/self/status").read_text())
     assert match is not None
     return int(match[1]) * 1024
 
 
 def peak_memory(run: Callable[[], Any], device: str) -> int | None:
-    """Returns the peak memory of a call in bytes, beyond the memory in use before it.
+    """Return the peak memory of a call in bytes, beyond the memory in use before it.
 
     On a GPU this is the memory allocated by PyTorch; on a CPU, the resident memory of the process under Linux, and
     `None` on other systems.

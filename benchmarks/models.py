@@ -43,17 +43,17 @@ class LoadedModel:
         return self.autocast or self.setting.dtype != "float32"
 
     def tokens(self, length: int | None = None, seed: int = 0) -> torch.Tensor:
-        """Returns random token ids [batch, length], by default of the setting's length."""
+        """Return random token ids [batch, length], by default of the setting's length."""
         shape = (self.setting.batch, length or self.setting.length)
         ids = torch.randint(1, self.model.config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
         return ids.to(self.setting.device)
 
     def short(self) -> torch.Tensor:
-        """Returns random token ids for checks, of at most `CHECKED_LENGTH` tokens."""
+        """Return random token ids for checks, of at most `CHECKED_LENGTH` tokens."""
         return self.tokens(min(self.setting.length, CHECKED_LENGTH))
 
     def plain(self, dtype: torch.dtype) -> PreTrainedModel:
-        """Returns a copy of the model with eager attention in another dtype."""
+        """Return a copy of the model with eager attention in another dtype."""
         model = build(self.architecture, self.setting, "eager", dtype)
         model.load_state_dict(self.model.state_dict())
         return model
@@ -61,18 +61,18 @@ class LoadedModel:
     def step(
         self, run: Callable[[], Any], check: Callable[[], None], tokens: int, implementation: str, **options: Any
     ) -> Step:
-        """Returns a step that selects an attention function of the model before each call."""
+        """Return a step that selects an attention function of the model before each call."""
         return Step(run, check, tokens, partial(self.model.set_attn_implementation, implementation), **options)
 
 
 def plain_model(architecture: Architecture, setting: Setting) -> LoadedModel:
-    """Loads a model with random weights."""
+    """Load a model with random weights."""
     return LoadedModel(architecture, setting, build(architecture, setting))
 
 
 @torch.no_grad()
 def model_with_cache(architecture: Architecture, setting: Setting) -> LoadedModel:
-    """Loads a model and fills a dynamic cache of the setting's length.
+    """Load a model and fill a dynamic cache of the setting's length.
 
     The keys and values of at most `CHECKED_CACHE` tokens are computed and then repeated.
     """
@@ -89,7 +89,7 @@ def model_with_cache(architecture: Architecture, setting: Setting) -> LoadedMode
 def trained_model(
     architecture: Architecture, setting: Setting, checkpointing: bool = False, autocast: bool = False
 ) -> LoadedModel:
-    """Loads a model and fused AdamW, the optimizer of transformers' Trainer.
+    """Load a model and fused AdamW, the optimizer of transformers' Trainer.
 
     Args:
         architecture: architecture of the model.
@@ -107,7 +107,7 @@ def trained_model(
 
 
 def compare_logits(loaded: LoadedModel, compute: Callable[[PreTrainedModel], torch.Tensor]) -> None:
-    """Compares the logits of a computation with those of eager attention.
+    """Compare the logits of a computation with those of eager attention.
 
     Raises:
         CorrectnessError: they differ.
@@ -119,7 +119,7 @@ def compare_logits(loaded: LoadedModel, compute: Callable[[PreTrainedModel], tor
 
 
 def prefill(loaded: LoadedModel, implementation: str) -> Step:
-    """Returns the step of a prefill: the whole prompt into a new cache, with the logits of the last token."""
+    """Return the step of a prefill: the whole prompt into a new cache, with the logits of the last token."""
     input_ids = loaded.tokens()
 
     @torch.no_grad()
@@ -134,7 +134,7 @@ def prefill(loaded: LoadedModel, implementation: str) -> Step:
 
 
 def decode(loaded: LoadedModel, implementation: str) -> Step:
-    """Returns the step of decoding one token with the cache. Each run restores the cache."""
+    """Return the step of decoding one token with the cache. Each run restores the cache."""
     token, model, cache = loaded.tokens(1), loaded.model, loaded.cache
     assert cache is not None
 
@@ -158,14 +158,14 @@ def decode(loaded: LoadedModel, implementation: str) -> Step:
 
 
 def backward(model: PreTrainedModel, input_ids: torch.Tensor, autocast: bool) -> None:
-    """Computes the gradients of the mean loss."""
+    """Compute the gradients of the mean loss."""
     with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=autocast):
         loss = model(input_ids, labels=input_ids, use_cache=False).loss
     loss.backward()
 
 
 def gradients(model: PreTrainedModel, texts: list[torch.Tensor], autocast: bool) -> dict[str, torch.Tensor]:
-    """Returns gradients by name, on the CPU: all of the first text, and those of vectors (λ, norms) of every text."""
+    """Return gradients by name, on the CPU: all of the first text, and those of vectors (λ, norms) of every text."""
     by_name = {}
     for i, input_ids in enumerate(texts):
         backward(model, input_ids, autocast)
@@ -177,7 +177,7 @@ def gradients(model: PreTrainedModel, texts: list[torch.Tensor], autocast: bool)
 
 
 def check_training(loaded: LoadedModel, update: Callable[[torch.Tensor], None]) -> None:
-    """Compares gradients with those of eager attention, and checks that a training step changes every weight.
+    """Compare gradients with those of eager attention, and check that a training step changes every weight.
 
     Raises:
         CorrectnessError: a gradient differs, or a weight stays the same.
@@ -196,7 +196,7 @@ def check_training(loaded: LoadedModel, update: Callable[[torch.Tensor], None]) 
 
 
 def train(loaded: LoadedModel, implementation: str) -> Step:
-    """Returns the step of training: forward, backward, AdamW and `zero_grad`."""
+    """Return the step of training: forward, backward, AdamW and `zero_grad`."""
     input_ids, model, optimizer = loaded.tokens(), loaded.model, loaded.optimizer
     assert optimizer is not None
 
@@ -220,7 +220,7 @@ LARGEST_GAP = {"float32": 1e-3, "bfloat16": 0.1}
 
 @torch.no_grad()
 def check_generated(loaded: LoadedModel, prompts: list[list[int]], generated: list[list[int]]) -> None:
-    """Checks that each generated token has the largest logit of eager attention, or nearly so.
+    """Check that each generated token has the largest logit of eager attention, or nearly so.
 
     Raises:
         CorrectnessError: a logit is more than `LARGEST_GAP` below the largest, or the number of tokens is wrong.
@@ -245,7 +245,7 @@ def continuation(
     prompts: Callable[[torch.Tensor], list[list[int]]],
     continued: Callable[[list[list[int]]], list[list[int]]],
 ) -> Step:
-    """Returns the step of a greedy continuation.
+    """Return the step of a greedy continuation.
 
     Args:
         loaded: the model.
@@ -263,12 +263,12 @@ def continuation(
 
 
 def greedy(setting: Setting, **options: Any) -> GenerationConfig:
-    """Returns the configuration of greedy generation of the setting's number of new tokens."""
+    """Return the configuration of greedy generation of the setting's number of new tokens."""
     return GenerationConfig(max_new_tokens=setting.new_tokens, do_sample=False, pad_token_id=0, **options)
 
 
 def generate(loaded: LoadedModel, implementation: str, cache_implementation: str | None = None) -> Step:
-    """Returns the step of greedy generation from prompts of equal length, by default with a dynamic cache."""
+    """Return the step of greedy generation from prompts of equal length, by default with a dynamic cache."""
     config = greedy(loaded.setting, cache_implementation=cache_implementation)
 
     def continued(prompts: list[list[int]]) -> list[list[int]]:
@@ -280,7 +280,7 @@ def generate(loaded: LoadedModel, implementation: str, cache_implementation: str
 
 
 def continuous(loaded: LoadedModel, implementation: str) -> Step:
-    """Returns the step of continuous batching with `generate_batch`: paged cache, mixed prefill and decoding.
+    """Return the step of continuous batching with `generate_batch`: paged cache, mixed prefill and decoding.
 
     Lengths of the prompts range from a quarter of the setting's length to the whole.
     """

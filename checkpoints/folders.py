@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def new_folder(dest: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Yields a temporary folder beside `dest`, which becomes `dest` when the block ends without an exception.
+    """Yield a temporary folder beside `dest`, which is renamed to `dest` when the block ends without an exception.
 
     If the block fails, is interrupted, or `dest` cannot be replaced, the temporary folder is removed and `dest` is
-    unchanged. If `dest` is a link to a folder, that folder is replaced. Before, the leftovers of killed processes are
-    removed, and a folder that one of them had moved away from `dest` is restored.
+    unchanged. If `dest` is a link to a folder, that folder is replaced. First, folders that killed processes left are
+    removed, and a `dest` that one of them had moved away is restored.
 
     Args:
         dest: the folder to create, with its parents.
@@ -52,7 +52,7 @@ def new_folder(dest: Path, overwrite: bool = False) -> Iterator[Path]:
         logger.warning("Replacing %s. These files do not belong to a model and will be lost: %s", dest, listed(others))
     with work_folder(dest) as work:
         new, old = work / "new", work / "old"
-        new.mkdir()  # mkdtemp's own folder is closed to others; this one has the usual permissions
+        new.mkdir()  # with the usual permissions; other users may not read mkdtemp's folder
         try:
             yield new
             check_free(dest, overwrite)
@@ -67,10 +67,10 @@ def new_folder(dest: Path, overwrite: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def work_folder(dest: Path) -> Iterator[Path]:
-    """Creates a hidden folder beside `dest`, with a lock while this process lives, and removes it at the end."""
+    """Create a hidden folder beside `dest`, with a lock while this process lives, and remove it at the end."""
     work = Path(tempfile.mkdtemp(prefix=work_prefix(dest), dir=dest.parent))
     lock = FileLock(work / LOCK)
-    with suppress(OSError, NotImplementedError):  # on file systems without locks nobody can remove leftovers
+    with suppress(OSError, NotImplementedError):  # without locks in the file system, leftovers are not removed
         lock.acquire()
     try:
         yield work
@@ -81,12 +81,12 @@ def work_folder(dest: Path) -> Iterator[Path]:
 
 
 def work_prefix(dest: Path) -> str:
-    """The prefix of hidden folders for `dest`; `tempfile` appends 8 characters."""
+    """Return the prefix of hidden folders for `dest`; `tempfile` appends 8 characters."""
     return f".{dest.name[:40]}.{zlib.crc32(os.fsencode(dest.name)):08x}."  # long names may begin alike
 
 
 def remove(work: Path) -> None:
-    """Removes a hidden folder and last its lock, so that a killed process leaves a folder that is recognised."""
+    """Remove a hidden folder, its lock last, so that `remove_leftovers` finds it if the process is killed meanwhile."""
     for path in work.glob("*"):
         if path.name != LOCK:
             shutil.rmtree(path, ignore_errors=True)
@@ -94,7 +94,7 @@ def remove(work: Path) -> None:
 
 
 def remove_leftovers(dest: Path) -> None:
-    """Removes hidden folders of killed processes, see `new_folder`.
+    """Remove hidden folders of killed processes, see `new_folder`.
 
     If a process was killed between the two renames, `old` has the former `dest` and `new` the result.
     """
@@ -110,26 +110,26 @@ def remove_leftovers(dest: Path) -> None:
 
 
 def other_files(folder: Path) -> list[str]:
-    """The files of a folder that do not belong to a model."""
+    """Return the files of a folder that do not belong to a model."""
     known = {path for pattern in MODEL_FILES for path in folder.glob(pattern)}
     files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return sorted(path.relative_to(folder).as_posix() for path in files if path not in known)
 
 
 def listed(names: Sequence[str], most: int = 20) -> str:
-    """Joins at most `most` names, and counts the others."""
+    """Join at most `most` names, and count the others."""
     return ", ".join(names[:most]) + f" and {len(names) - most:,} more" * (len(names) > most)
 
 
 def check_apart(src: Path, dest: Path) -> None:
-    """Raises `FileExistsError` if two paths are equal or one contains the other."""
+    """Raise `FileExistsError` if two paths are equal or one contains the other."""
     real_src, real_dest = (Path(os.path.realpath(path)) for path in (src, dest))  # paths may differ by links
     if real_dest == real_src or real_dest in real_src.parents or real_src in real_dest.parents:
         raise FileExistsError(f"{dest} and {src} overlap. Name a folder outside of the source.")
 
 
 def check_free(dest: Path, overwrite: bool) -> None:
-    """Raises `FileExistsError` unless `dest` can be created, or is a model folder that may be replaced."""
+    """Raise `FileExistsError` unless `dest` can be created, or is a model folder that may be replaced."""
     existing = next(path for path in (dest, *dest.parents) if path.exists() or path.is_symlink())
     if not existing.is_dir():
         raise FileExistsError(f"{existing} is not a folder. Name another place for {dest.name}.")

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def gguf_text(reader: "GGUFReader", key: str) -> str | None:
-    """A text in the metadata of a GGUF file."""
+    """Return a string in the metadata of a GGUF file."""
     field = reader.fields.get(key)
     return bytes(field.parts[field.data[0]]).decode() if field else None
 
 
 def gguf_number(reader: "GGUFReader", key: str) -> int | None:
-    """A whole number of the model in the metadata of a GGUF file."""
+    """Return an integer in the model's metadata of a GGUF file."""
     field = reader.fields.get(f"{gguf_text(reader, 'general.architecture')}.{key}")
     return int(field.parts[field.data[0]][0]) if field else None
 
@@ -30,10 +30,10 @@ def gguf_number(reader: "GGUFReader", key: str) -> int | None:
 def complete_gguf_config(
     config: PreTrainedConfig, reader: "GGUFReader", src: Path, tensor_names: Iterable[str]
 ) -> None:
-    """Adds what transformers leaves out of the configuration that it reads from a GGUF file.
+    """Add fields that transformers does not read from a GGUF file to its configuration.
 
     Raises:
-        CheckpointError: transformers, which reads `tensor_names`, would ignore other parts of the file.
+        CheckpointError: the file has parts that transformers, which reads `tensor_names`, would ignore.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 

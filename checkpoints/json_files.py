@@ -9,9 +9,9 @@ from typing import Any
 
 
 def load_json(data: bytes, unique: bool = False) -> Any:
-    """What a JSON file says. Raises `ValueError` if it is none; NaN and infinity are none.
+    """Read any value from a JSON file. Raises `ValueError` if it is not valid JSON, also for NaN and infinity.
 
-    With `unique`, an object with the same key twice is none either: programs differ in which value they take.
+    With `unique`, it also refuses an object with a repeated key, of which programs read different values.
     """
 
     def refuse(constant: str) -> None:
@@ -30,7 +30,7 @@ def load_json(data: bytes, unique: bool = False) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object in a JSON file. Raises `ValueError` with the file's name if it is none."""
+    """Read an object from a JSON file. Raises `ValueError` with the file's name if it has anything else."""
     try:
         content = load_json(path.read_bytes())
     except ValueError as error:
@@ -41,10 +41,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def as_json(content: Any) -> str:
-    """The text of a JSON file."""
+    """Format a value as the text of a JSON file."""
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file."""
+    """Write a JSON file."""
     path.write_text(as_json(content), encoding="utf-8", newline="\n")

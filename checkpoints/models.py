@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 AUTO_CLASSES = {reference.partition(".")[2]: auto_class for auto_class, reference in AUTO_MAP.items()}
-"""Class of ours -> the Auto class that loads it."""
+"""Model class -> the Auto class that loads it."""
 
 LIMITS = {"num_hidden_layers": 10_000, "num_labels": 1_000_000} | dict.fromkeys(
     (
@@ -39,23 +39,23 @@ LIMITS = {"num_hidden_layers": 10_000, "num_labels": 1_000_000} | dict.fromkeys(
     ),
     1 << 30,
 )
-"""The largest sizes of a configuration: no model has larger ones, and transformers would make lists of their length."""
+"""Largest allowed sizes. No model has larger ones, and transformers would create lists of this length."""
 
 SAMPLE_TEXT = "  Differential attention cancels noise, 4173 times: naïve façade, 北京 🙂\n\tdef f(x): return x  # ok"
 
 
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of a configuration, without values: a language model, or, of ours, what `architectures` names."""
+    """Build the model of a configuration on the meta device: for our configuration, the class in `architectures`."""
     model_class = AutoModelForCausalLM
     if config.model_type == DiffLlamaConfig.model_type and config.architectures:
         auto_class = AUTO_CLASSES.get(config.architectures[0], "AutoModelForCausalLM")
         model_class = getattr(transformers, auto_class)
-    with torch.device("meta"):  # whatever attention the configuration asks for might have to be fetched
+    with torch.device("meta"):  # an attention function of the configuration might be downloaded
         return model_class.from_config(copy.deepcopy(config), attn_implementation="eager")
 
 
 def expected_tensors(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
-    """Names and shapes of the tensors that a checkpoint with this configuration has, on the meta device."""
+    """Return the tensors of a checkpoint with this configuration, on the meta device: name -> shape and dtype."""
     tensors = meta_model(config).state_dict()
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)  # the same tensor as the embedding
@@ -63,10 +63,10 @@ def expected_tensors(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
 
 
 def copy_auxiliary_files(src: Path, folder: Path) -> None:
-    """Copies the files of a folder `src` that `AUXILIARY_FILES` names, but for the licence of our code.
+    """Copy the `AUXILIARY_FILES` of a folder, except for the licence of our code.
 
     Raises:
-        ValueError: one of them is a link out of the folder, or is called .json and is no JSON object.
+        ValueError: a file is a link that leads out of the folder, or a .json file contains no JSON object.
     """
     for pattern in AUXILIARY_FILES:
         for file in src.glob(pattern):
@@ -80,7 +80,7 @@ def copy_auxiliary_files(src: Path, folder: Path) -> None:
 
 
 def resolve_tied_lm_head(checkpoint: Checkpoint, *configs: PreTrainedConfig) -> None:
-    """Resolves an output layer stored beside tied embeddings: an equal one is dropped, another one unties them."""
+    """Drop an output layer that equals the tied embedding; untie the embedding if it differs."""
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if not configs[0].tie_word_embeddings or not {head, embedding} <= checkpoint.tensors.keys():
         return
@@ -92,12 +92,12 @@ def resolve_tied_lm_head(checkpoint: Checkpoint, *configs: PreTrainedConfig) -> 
 
 
 def common_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype of most tensors."""
+    """Return the dtype of most tensors."""
     return Counter(tensor.dtype for tensor in checkpoint.tensors.values()).most_common(1)[0][0]
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether a folder's tokenizer knows how to write a chat."""
+    """Whether a folder's tokenizer has a chat template."""
     files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
     settings = folder / "tokenizer_config.json"
     return any((folder / name).exists() for name in files) or bool(
@@ -106,7 +106,7 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def check_sizes(fields: Mapping[str, Any], file: Path) -> None:
-    """Raises `ValueError` for a size that is no whole number, or larger than any model's."""
+    """Raise `ValueError` for a size that is not an integer, or is larger than any model's."""
     for field, limit in LIMITS.items():
         value = fields.get(field)
         if value is not None and not (type(value) is int and 0 < value <= limit):
@@ -114,22 +114,22 @@ def check_sizes(fields: Mapping[str, Any], file: Path) -> None:
 
 
 def check_layers(layers: int, tensors: int) -> None:
-    """Raises `CheckpointError` if there are more layers than tensors, before a model with that many is made."""
+    """Raise `CheckpointError` if there are more layers than tensors, before so large a model is built."""
     if layers > tensors:
         raise CheckpointError(f"`num_hidden_layers` is {layers:,}, but the number of tensors is only {tensors:,}.")
 
 
 class TransformersSource:
-    """A folder with a checkpoint of a model of transformers, or a GGUF file of one.
+    """Checkpoint of a transformers model: a folder or a GGUF file.
 
     Args:
         src: the folder or file.
-        model_types: the model types that are accepted.
+        model_types: accepted model types.
 
     Raises:
-        FileNotFoundError: there is no such folder or file, or no config.json in the folder.
-        ValueError: `src` is another kind of file, or there is an adapter in the folder.
-        ImportError: it is a GGUF file and the packages of the extra `gguf` are not installed.
+        FileNotFoundError: `src` does not exist, or the folder has no config.json.
+        ValueError: `src` is another kind of file, or the folder has an adapter.
+        ImportError: `src` is a GGUF file and the extra `gguf` is not installed.
     """
 
     def __init__(self, src: Path, model_types: Sequence[str]) -> None:
@@ -151,7 +151,7 @@ class TransformersSource:
                 "Reading a GGUF file needs gguf and accelerate. In a clone of diffllama: pip install '.[gguf]'"
             )
         self.src, self.model_types = src, model_types
-        # `trust_remote_code=False`: code that lies in the folder is never run
+        # `trust_remote_code=False`: code in the folder never runs
         self.location: dict[str, Any] = {"pretrained_model_name_or_path": folder, "trust_remote_code": False}
         if src.is_file():
             self.location["gguf_file"] = src.name
@@ -161,9 +161,9 @@ class TransformersSource:
         """The source's configuration.
 
         Raises:
-            ValueError: config.json is no JSON, has absurd sizes or names other weights; or the model is of another type
-                or quantized.
-            CheckpointError: it is a GGUF file with something in it that transformers does not read.
+            ValueError: config.json is not valid JSON, has absurd sizes or names other weights; or the model has another
+                type or is quantized.
+            CheckpointError: a GGUF file has parts that transformers does not read.
         """
         if self.src.is_dir():
             file = self.src / "config.json"
@@ -181,7 +181,7 @@ class TransformersSource:
             config = AutoConfig.from_pretrained(**self.location)
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
             raise ValueError(f"{file} is not a valid configuration: {type(error).__name__}: {error}") from error
-        config._attn_implementation = "eager"  # its own might have to be fetched, and is not the result's
+        config._attn_implementation = "eager"  # the source's might be downloaded, and is not the result's
         if config.model_type not in self.model_types:
             known = ", ".join(map(repr, self.model_types))
             raise ValueError(f"`model_type` of the source must be one of {known}, got {config.model_type!r}.")
@@ -201,7 +201,7 @@ class TransformersSource:
 
     @cached_property
     def gguf_model(self) -> PreTrainedModel:
-        """The model that transformers makes of a GGUF file, its weights expanded to float32."""
+        """The model that transformers reads from a GGUF file, with weights expanded to float32."""
         model, report = AutoModelForCausalLM.from_pretrained(
             **self.location, config=self.config, output_loading_info=True
         )
@@ -211,7 +211,7 @@ class TransformersSource:
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """The source's tensors; those of a folder are read one by one, a GGUF file's are all in memory."""
+        """The source's tensors. Those of a folder are read one by one; those of a GGUF file are all in memory."""
         if self.src.is_dir():
             return open_checkpoint(self.src)
         tensors = self.gguf_model.state_dict()
@@ -220,7 +220,7 @@ class TransformersSource:
         return Checkpoint.in_memory(tensors, self.src)
 
     def expected(self) -> dict[str, torch.Tensor]:
-        """Names and shapes that the tensors must have. Raises `CheckpointError` if there are too few for the layers."""
+        """Return the tensors that the source must have. Raises `CheckpointError` if it has too few for its layers."""
         check_layers(self.config.num_hidden_layers, len(self.checkpoint.tensors))
         return expected_tensors(self.config)
 
@@ -233,13 +233,13 @@ class TransformersSource:
             has_one = any((self.src / name).is_file() for name in TOKENIZER_FILES)
         try:
             return AutoTokenizer.from_pretrained(**self.location) if has_one else None
-        except Exception as error:  # of transformers and tokenizers, for whatever it is that is wrong with the files
+        except Exception as error:  # transformers and tokenizers raise many classes for damaged files
             raise ValueError(
                 f"The tokenizer in {self.src} does not load without running its own code: {error}"
             ) from error
 
     def save_auxiliary_files(self, folder: Path) -> None:
-        """Puts tokenizer, chat template and settings for generation into a folder: untouched, if they are files."""
+        """Save tokenizer, chat template and generation settings into a folder. Files are copied unchanged."""
         if self.src.is_file():
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
@@ -248,11 +248,11 @@ class TransformersSource:
             copy_auxiliary_files(self.src, folder)
 
     def pin_tokenizer_class(self, folder: Path) -> None:
-        """Makes the tokenizer in a folder load as the source's does.
+        """Make the tokenizer in a folder load as the source's does.
 
-        transformers also chooses a tokenizer's class by the model type, which has changed: where that makes a
-        difference, the source's class is written into tokenizer_config.json. A tokenizer's own code and its entry in
-        `auto_map` are left out: together with the model's code, they would be trusted.
+        transformers also chooses the tokenizer's class by the model type, which has changed. If it would choose another
+        one, the source's class is written into tokenizer_config.json. A tokenizer's own code and its entry in
+        `auto_map` are left out, because they would be trusted together with the model's code.
 
         Raises:
             VerificationError: the tokenizer does not load, or encodes text differently.
@@ -271,10 +271,10 @@ class TransformersSource:
 
 
 def loads_like(tokenizer: Any, folder: Path, exactly: bool = True) -> bool:
-    """Whether the tokenizer in a folder loads and encodes like another one, or, `exactly`, has the same definition."""
+    """Whether the tokenizer in a folder encodes like another one, or, with `exactly`, has the same definition."""
     try:
         loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception:  # of transformers and tokenizers, for whatever it is that is wrong with the files
+    except Exception:  # transformers and tokenizers raise many classes for damaged files
         return False
     first, second = (getattr(each, "backend_tokenizer", None) for each in (tokenizer, loaded))
     if exactly and first is not None and second is not None and first.to_str() != second.to_str():

@@ -12,7 +12,7 @@ VARIANTS, DTYPES = map(get_args, (Variant, DType))
 
 
 def shard_size(max_shard_size: int | str) -> int | str:
-    """Validates a number of bytes or a text like "5GB". Raises `ValueError` if it is neither."""
+    """Validate a number of bytes or a text like "5GB". Raises `ValueError` if it is neither."""
     size = re.fullmatch(r"(\d+)([KMGT]B)?", str(max_shard_size))
     if size is None or int(size[1]) == 0:
         raise ValueError(f"`max_shard_size` must be a number of bytes or a text like '5GB', got {max_shard_size!r}.")

@@ -13,23 +13,23 @@ from diffllama.checkpoints.tensor_values import DTYPES
 
 
 def read_pickle(path: Path) -> dict[str, torch.Tensor]:
-    """Reads the tensors of a pickled state dict without running any code in it.
+    """Read the tensors of a pickled state dict without running any code in it.
 
     Nested dictionaries and lists are flattened, with names joined by dots. If the file has a state dict under `model`
     or `state_dict`, only that is read.
 
     Raises:
-        ValueError: the file contains anything but floating-point tensors, or is truncated, or would run code.
+        ValueError: the file contains anything else than floating-point tensors, is truncated, or would run code.
     """
     with path.open("rb") as file:
-        zipped = file.read(4) == b"PK\3\4"  # pickles from before torch 1.6 are not, and cannot be mapped into memory
+        zipped = file.read(4) == b"PK\3\4"  # torch before 1.6 wrote no zip files; they cannot be memory-mapped
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as error:
         match = re.search(r"GLOBAL (\S+)", str(error))
         content = f"contains {match[1]}" if match else "is not a pickle of tensors"
         raise ValueError(f"{content}; only tensors are loaded, because unpickling can execute code") from error
-    except Exception as error:  # damaged pickles fail anywhere in torch
+    except Exception as error:  # torch raises many classes for damaged pickles
         reason = " ".join((type(error).__name__, *str(error).split()))
         raise ValueError(f"torch cannot load it; it may be truncated: {reason}") from error
     for key in ("model", "state_dict"):

@@ -22,28 +22,28 @@ SUFFIXES = (".safetensors", *PICKLES)
 
 
 class TensorInMemory:
-    """A tensor that was read together with its file. `meta` is its shape and dtype, on the meta device."""
+    """A tensor in memory. `meta` has its shape and dtype, on the meta device."""
 
     def __init__(self, values: torch.Tensor, path: Path) -> None:
         self.values, self.path, self.meta = values, path, values.to("meta")
 
     def read(self) -> torch.Tensor:
-        """Its values."""
+        """Return the tensor with its values."""
         return self.values
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        """Its values, a piece at a time, see `tensor_values.pieces`."""
+        """Yield the values in pieces, see `tensor_values.pieces`."""
         return pieces(self.values)
 
 
 class TensorInSafetensors:
-    """A tensor of a safetensors file, which is not kept open: its name there, and where its values begin."""
+    """A tensor in a safetensors file, which is not kept open: its name there, and the offset of its values."""
 
     def __init__(self, path: Path, name: str, meta: torch.Tensor, start: int) -> None:
         self.path, self.name, self.meta, self.start = path, name, meta, start
 
     def read(self) -> torch.Tensor:
-        """Its values."""
+        """Return the tensor with its values."""
         try:
             with safe_open(self.path, "pt") as file:
                 return file.get_tensor(self.name)
@@ -51,7 +51,7 @@ class TensorInSafetensors:
             raise OSError(f"{self.path} changed while it was read: {error}.") from error
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        """Its values, a piece at a time."""
+        """Yield the values in pieces."""
         rest = self.meta.numel()
         with self.path.open("rb") as file:
             file.seek(self.start)
@@ -70,9 +70,9 @@ class Checkpoint:
     """The tensors of one or more files.
 
     Args:
-        homes: name -> where the tensor is stored, maybe under another name.
-        index_sha256: SHA-256 of what lists the tensors: an index of shards, or the header of a single safetensors file,
-            or the whole of any other file.
+        homes: name -> place where the tensor is stored, maybe under another name.
+        index_sha256: SHA-256 of the index of shards, of the header of a single safetensors file, or of any other file
+            as a whole.
 
     Attributes:
         tensors: name -> shape and dtype, on the meta device.
@@ -84,24 +84,24 @@ class Checkpoint:
 
     @classmethod
     def in_memory(cls, tensors: Mapping[str, torch.Tensor], path: Path) -> "Checkpoint":
-        """Tensors that were read from a file."""
+        """Wrap tensors that were read from a file."""
         return cls({name: TensorInMemory(tensor, path) for name, tensor in tensors.items()}, sha256(path))
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor's values."""
+        """Return a tensor with its values."""
         return self.homes[name].read()
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """A tensor's values, a piece at a time, see `tensor_values.pieces`."""
+        """Yield a tensor's values in pieces, see `tensor_values.pieces`."""
         return self.homes[name].pieces()
 
     def drop(self, name: str) -> None:
-        """Leaves a tensor out."""
+        """Leave a tensor out."""
         del self.tensors[name]
 
 
 def nonfinite_tensors(checkpoint: Checkpoint) -> dict[str, str]:
-    """Finds the tensors with NaN or infinite values: tensor name -> file name.
+    """Find the tensors with NaN or infinite values: tensor name -> file name.
 
     Reads every value, at most `PIECE` at a time.
     """
@@ -113,7 +113,7 @@ def nonfinite_tensors(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """SHA-256 of the names, shapes and values of all tensors.
+    """Compute the SHA-256 of the names, shapes and values of all tensors.
 
     Equal values have equal fingerprints in all dtypes but float64. Reads every value, at most `PIECE` at a time.
     """
@@ -122,12 +122,12 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def combine(digests: Mapping[str, tuple[torch.Size, str]]) -> str:
-    """The `fingerprint` of tensors whose shapes and digests are known."""
+    """Compute the `fingerprint` of tensors from their shapes and digests."""
     return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
 
 
 def open_checkpoint(src: Path) -> Checkpoint:
-    """Opens a checkpoint. Values are read later, except from pickles that are too old for memory mapping.
+    """Open a checkpoint. Values are read later, except those of pickles that are too old for memory mapping.
 
     Args:
         src: a file (.safetensors, .bin, .pt, .pth), or a folder with weights as transformers names them (one file or
@@ -135,7 +135,7 @@ def open_checkpoint(src: Path) -> Checkpoint:
 
     Raises:
         FileNotFoundError: there are no weights, or shards are missing.
-        CheckpointError: a file cannot be read, or has anything but tensors of floating-point numbers.
+        CheckpointError: a file cannot be read, or contains anything else than floating-point tensors.
     """
     paths, index = ([src], None) if src.is_file() else weight_files(src)
     if missing := [path.name for path in paths if not path.is_file()]:
@@ -156,7 +156,7 @@ def open_checkpoint(src: Path) -> Checkpoint:
 
 
 def open_file(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file. Raises `SafetensorError`, `ValueError` or `OSError` if it has anything else."""
+    """Open the tensors of one file. Raises `SafetensorError`, `ValueError` or `OSError` if it is not valid."""
     if path.suffix not in SUFFIXES:
         raise ValueError(f"must have one of the suffixes {', '.join(SUFFIXES)}")
     with path.open("rb") as file:
@@ -164,8 +164,8 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
             raise ValueError("is a git-lfs pointer; download the file itself with `git lfs pull`")
     if path.suffix in PICKLES:
         return {name: TensorInMemory(tensor, path) for name, tensor in read_pickle(path).items()}
-    # Checks that the header describes the file, to the last byte. ("pt" would map the whole file as memory that may
-    # be written, which counts as allocated where memory is limited, as in `check`.)
+    # Opening checks that the header describes the file to its last byte. ("pt" would map the whole file as writable
+    # memory, which counts as allocated under a memory limit, as in `check`.)
     with safe_open(path, "np"):
         pass
     header = safetensors_header(path)
@@ -180,13 +180,13 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
 
 
 def safetensors_header(path: Path) -> bytes:
-    """The JSON at the beginning of a safetensors file, behind its length."""
+    """Read the JSON header of a safetensors file, which follows its length."""
     with path.open("rb") as file:
         return file.read(int.from_bytes(file.read(8), "little"))
 
 
 def weight_files(folder: Path) -> tuple[list[Path], Path | None]:
-    """The files of a folder's weights, and their index if there is one."""
+    """Return the files of a folder's weights, and their index if there is one."""
     for name in NAMES:
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():
@@ -204,7 +204,7 @@ def weight_files(folder: Path) -> tuple[list[Path], Path | None]:
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a safetensors file's header, or of the whole of another file."""
+    """Compute the SHA-256 of a safetensors file's header, or of any other file as a whole."""
     if path.suffix == ".safetensors":
         return hashlib.sha256(safetensors_header(path)).hexdigest()
     with path.open("rb") as file:
@@ -212,7 +212,7 @@ def sha256(path: Path) -> str:
 
 
 def check_tensors(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], where: str) -> None:
-    """Checks the names and shapes of tensors against those that a configuration asks for.
+    """Check the names and shapes of tensors against those that a configuration expects.
 
     Raises:
         CheckpointError: lists every missing, extra and misshapen tensor with its shapes.

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Supported dtypes; digests and checks of tensor values, a piece at a time."""
+"""Supported dtypes; digests and checks of tensor values, in pieces."""
 
 import hashlib
 import math
@@ -10,14 +10,14 @@ import torch
 
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""The supported dtypes, by their names in safetensors files."""
+"""Name in safetensors files -> supported dtype."""
 
 PIECE = 1 << 18
-"""The number of values in memory at a time when a tensor is read piece by piece."""
+"""Number of values in a piece of a tensor."""
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Splits a tensor into contiguous pieces [m], m <= `PIECE`. A tensor without values has none."""
+    """Split a tensor into contiguous pieces [m], m <= `PIECE`. An empty tensor has none."""
     values = tensor.detach().contiguous().reshape(-1)
     return (piece for piece in values.split(PIECE) if piece.numel())
 
@@ -28,7 +28,7 @@ def is_finite(piece: torch.Tensor) -> bool:
 
 
 def digest(values: Iterable[torch.Tensor]) -> str:
-    """SHA-256 of a tensor's `pieces`. Equal values have equal digests in all dtypes but float64, which has its own."""
+    """Compute the SHA-256 of a tensor's `pieces`. Equal values have equal digests in all dtypes but float64."""
     sha256 = hashlib.sha256()
     for piece in values:
         sha256.update(data(piece.to(torch.promote_types(piece.dtype, torch.float32))))
@@ -36,5 +36,5 @@ def digest(values: Iterable[torch.Tensor]) -> str:
 
 
 def data(piece: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor [m], not copied."""
+    """View the bytes of a contiguous tensor [m] without a copy."""
     return piece.view(torch.uint8).numpy().data

@@ -15,16 +15,16 @@ from diffllama import modeling_diff
 VERSION = version("diffllama")
 
 PACKAGE_URL = ""
-"""URL of the package. While it is empty, cards and messages contain no link and name no registry, where anybody could
-register the package's name."""
+"""URL of the package. While it is empty, cards and messages have no link, and name no package index, where anybody
+could register the name."""
 
 SOURCE = Path(modeling_diff.__file__).parent
-"""The folder of the package with the code that Hub folders receive."""
+"""Folder of the package with the code of Hub folders."""
 
 
 @cache
 def commit() -> str | None:
-    """The commit of the package, if known: of the clone, or as recorded when it was built or installed."""
+    """Return the commit of the package if it is known: from the clone, or as recorded in the built package."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", SOURCE, *words], capture_output=True, text=True, check=True).stdout.strip()
@@ -46,7 +46,7 @@ def commit() -> str | None:
 
 @cache
 def licence() -> str:
-    """The text of the licence of our code."""
+    """Return the text of the licence of our code."""
     clone = SOURCE.parent / "LICENSE"
     if clone.is_file():
         return clone.read_text(encoding="utf-8")

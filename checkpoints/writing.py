@@ -20,17 +20,17 @@ from diffllama.checkpoints.tensor_values import digest, is_finite, pieces
 
 
 Progress = Callable[[int, int], None]
-"""Called with the number of bytes written and their total."""
+"""Function of the number of bytes written and their total."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """How to compute one tensor of the result.
+    """Computation of one tensor of the result.
 
     Attributes:
-        inputs: names of the source's tensors that it needs; empty for a new tensor.
+        inputs: names of the source's tensors that it reads; empty for a new tensor.
         make: computes the tensor from `inputs`.
-        result: its shape and dtype, on the meta device.
+        result: shape and dtype of the tensor, on the meta device.
     """
 
     inputs: tuple[str, ...]
@@ -46,19 +46,19 @@ def write_shards(
     stem: str = "model",
     progress: Progress | None = None,
 ) -> str:
-    """Writes the tensors of a plan, with one shard and one tensor of the source in memory at a time.
+    """Write the tensors of a plan, with one shard and one tensor of the source in memory at a time.
 
     Args:
-        folder: where `{stem}.safetensors` is written, or shards and their index, named as transformers names them.
+        folder: receives `{stem}.safetensors`, or shards and their index under transformers' names.
         steps: the plan, see `weight_map.plan`.
-        checkpoint: where the steps' inputs come from.
+        checkpoint: the source of the steps' inputs.
         max_shard_size: bytes, or a text like "5GB"; a larger tensor gets a shard of its own.
 
     Returns:
-        The `fingerprint` of what was written.
+        The `fingerprint` of the written tensors.
 
     Raises:
-        CheckpointError: values of the source are NaN or infinite, or a tensor's become so.
+        CheckpointError: a tensor of the source or of the result has NaN or infinite values.
         OSError: a file cannot be written.
     """
     results = {name: step.result for name, step in steps.items()}
@@ -89,7 +89,7 @@ def write_shards(
 
 
 def make_tensor(name: str, step: Step, checkpoint: Checkpoint) -> torch.Tensor:
-    """Computes a tensor that is contiguous and shares no memory, as safetensors needs it. Raises as `write_shards`."""
+    """Compute a tensor, contiguous and with its own memory, as safetensors requires. Raises as `write_shards`."""
     inputs = [checkpoint.read(source) for source in step.inputs]
     tensor = step.make(*inputs)
     memory = {source.untyped_storage().data_ptr() for source in inputs}
@@ -110,7 +110,7 @@ def make_tensor(name: str, step: Step, checkpoint: Checkpoint) -> torch.Tensor:
 
 
 def save_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Writes a safetensors file with the usual permissions. (safetensors writes one that only its owner may read.)"""
+    """Write a safetensors file with the usual permissions. (safetensors makes it readable by its owner only.)"""
     path.touch()
     mode = path.stat().st_mode
     try:

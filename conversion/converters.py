@@ -69,7 +69,7 @@ class Converter:
 def find_converter(
     source: str | None, target: str | None, variant: str | None, gqa_layout: str | None, noise_heads: int | None
 ) -> Converter:
-    """Finds a conversion by arguments of `convert`. Raises `ValueError` if there is none."""
+    """Find a conversion by arguments of `convert`. Raises `ValueError` if there is none."""
     check_conversion(source, target, variant, gqa_layout, noise_heads)
     if source == "llama":
         return Converter(

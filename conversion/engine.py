@@ -54,7 +54,7 @@ def convert(
     max_shard_size: int | str = "5GB",
     progress: Progress | None = None,
 ) -> Path:
-    """Converts a checkpoint into a diffllama folder (`source`), or a diffllama folder into another format (`target`).
+    """Convert a checkpoint into a diffllama folder (`source`), or a diffllama folder into another format (`target`).
 
     The folder appears at `dest` complete or not at all. It contains safetensors weights, the configuration, the
     source's tokenizer, chat template and generation settings, a model card, and conversion.json, which records the
@@ -100,7 +100,7 @@ def convert(
     check_free(dest, overwrite)
 
     opened = converter.source(src)
-    config = converter.convert_config(opened.config)  # refuses features before any weight is read
+    config = converter.convert_config(opened.config)  # refuses unsupported features before any weight is read
     checkpoint = opened.checkpoint
     resolve_tied_lm_head(checkpoint, opened.config, config)
     ours = opened.config if target else config
@@ -115,7 +115,7 @@ def convert(
     steps = plan(checkpoint.tensors, weight_map, ours, cast)
     for name, make in converter.new_weights(config).items():
         steps[name] = new_step(make, config.dtype)
-    loadable = target in (None, "transformers")  # by transformers
+    loadable = target in (None, "transformers")  # transformers can load the result
     part = isinstance(opened, UnilmModel) and opened.attention_only
     if loadable and not part:
         results = {name: step.result for name, step in steps.items()}
@@ -165,7 +165,7 @@ def convert(
 
 
 def source_files(src: str | os.PathLike[str], revision: str | None) -> Path:
-    """Returns the path of a source. Downloads the weights in one format only. Raises as `locate`."""
+    """Return the path of a source. Downloads the weights in one format only. Raises as `locate`."""
     safe, pickled = (name.partition(".")[0] for name in NAMES)
     path = locate(src, revision, ["config.json", CARD, f"{safe}*.safetensors", f"{safe}*.index.json", *AUXILIARY_FILES])
     if path.is_dir() and not list(path.glob("*.safetensors")):
@@ -174,13 +174,13 @@ def source_files(src: str | os.PathLike[str], revision: str | None) -> Path:
 
 
 def origin(src: Path) -> dict[str, str]:
-    """Returns the name of a source and, for a repository's snapshot, its revision. Local paths are left out."""
+    """Return the name of a source and, for a repository's snapshot, its revision. Local paths are left out."""
     match = re.search(r"models--([^/]+?)--([^/]+)/snapshots/([^/]+)$", src.as_posix())
     return {"name": f"{match[1]}/{match[2]}", "revision": match[3]} if match else {"name": src.name}
 
 
 def new_step(make: Callable[[], torch.Tensor], dtype: torch.dtype) -> Step:
-    """Returns the step that creates a new tensor."""
+    """Return the step that creates a new tensor."""
     with torch.device("meta"):
         shape = make().shape
     return Step((), lambda: make().to(dtype), torch.empty(shape, dtype=dtype, device="meta"))
@@ -194,7 +194,7 @@ def verified(
     result: Outputs,
     compared: str,
 ) -> dict[str, Any]:
-    """Compares the outputs of result and source, and returns the record for conversion.json.
+    """Compare the outputs of result and source, and return the record for conversion.json.
 
     Args:
         wanted: as `convert`'s `verify`.
@@ -209,15 +209,15 @@ def verified(
     if wanted is None and needed > free:
         return {"skipped": f"needs {needed / 1e9:.3g} GB of memory, {free / 1e9:.3g} GB are free"}
 
-    def compare(implementation: str) -> Verification:  # one model at a time is in memory
+    def compare(implementation: str) -> Verification:  # with one model in memory at a time
         return measure(
             source(dtype, implementation), result(dtype, implementation), tolerance, compared, implementation
         )
 
     verification = compare("sdpa")
     if not verification.passed and math.isfinite(verification.max_difference):
-        # Bits also depend on the kernels that torch chooses for different numbers of heads. It may choose two kernels
-        # under sdpa and the same one under eager: equal bits there prove less, and the record says so.
+        # For another number of heads torch may choose another kernel, with other bits, under sdpa but not under eager.
+        # Equal bits under eager alone prove less, and the record says so.
         eager = compare("eager")
         if eager.passed:
             verification = replace(eager, sdpa_difference=verification.max_difference)

@@ -1,15 +1,15 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Llama and its relatives -> DIFF V2 with bit-identical logits, or DIFF V1 as a warm start.
+"""Llama and related models -> DIFF V2 with bit-identical logits, or DIFF V1 as a warm start.
 
-V2: every query head is copied, so both maps of a head are the source's map, and λ's projection is zero, so λ =
-sigmoid(0) = 1/2. Then o1 - λ·o2 = o/2 exactly, and twice the output projection, also exact in floating point, makes up
-for it. (In float16, half of a number below 2⁻¹³ is subnormal and may lose its last bit.)
+V2: every query head is copied, so both maps of a head are the source's map. The projection of λ is zero, so λ =
+sigmoid(0) = 1/2. Then o1 - λ·o2 = o/2, and the output projection is doubled; floating point computes both exactly. (In
+float16, half of a number below 2⁻¹³ is subnormal and may lose its last bit.)
 The two maps stay identical until you train the model: their gradients are g and -g/2.
 
 V1: two heads that read neighbouring key/value heads (under multi-head attention, two neighbouring heads) become the two
-maps of one. λ vectors, λ_init and head norm begin as in the paper, so it is another function than the source: training
-has to make up for it.
+maps of one head. λ vectors, λ_init and head norm begin as in the paper. The result is another function than the source,
+and has to be trained.
 
 Fewer noise heads than signal heads (`noise_heads`) are a warm start too. V2: the noise query of a group is the mean of
 its signals', and the output projection is exact where the noise head's output is the mean of its group's outputs, as it
@@ -64,7 +64,7 @@ def _weight_map(query: tuple[Operation, ...], output: tuple[Operation, ...]) -> 
             Rule(f"{_MLP}gate_proj.weight", (operations.first_half,)),
             Rule(f"{_MLP}up_proj.weight", (operations.second_half,)),
         ),
-        f"{_ATTENTION}rotary_emb.inv_freq": None,  # old checkpoints have it; it follows from the configuration
+        f"{_ATTENTION}rotary_emb.inv_freq": None,  # in old checkpoints; computed from the configuration
         "model.rotary_emb.inv_freq": None,
     }
 
@@ -77,7 +77,7 @@ WEIGHT_MAPS = {
 
 
 def new_weights(config: DiffLlamaConfig) -> dict[str, Callable[[], torch.Tensor]]:
-    """Our tensors that no tensor of the source becomes: λ's, and V1's head norm. They are always the same."""
+    """Create the tensors that the source lacks, always with the same values: λ, and V1's head norm."""
     heads, width = config.num_signal_heads, config.rotary_dim
     new: dict[str, Callable[[], torch.Tensor]] = {}
     for i in range(config.num_hidden_layers):
@@ -96,7 +96,7 @@ def new_weights(config: DiffLlamaConfig) -> dict[str, Callable[[], torch.Tensor]
 
 
 def convert_config(source: PreTrainedConfig, variant: str, noise_heads: int | None = None) -> DiffLlamaConfig:
-    """The configuration with the same heads as signals (V2), or with pairs of them as heads (V1).
+    """Return the configuration with the same heads as signals (V2), or with pairs of them as heads (V1).
 
     Raises `ValueError` for a feature that a differential Llama lacks, and for heads that cannot be paired or grouped.
     """
@@ -124,7 +124,7 @@ def convert_config(source: PreTrainedConfig, variant: str, noise_heads: int | No
         "num_key_value_heads": key_value_heads,
         "head_dim": width,
     }
-    # A configuration keeps fields that its model does not read: only those that it reads may come along
+    # A configuration keeps unknown fields. Only those that the source's model reads are taken over
     kind = source.model_type
     fields = {field: getattr(source, field) for field in SHARED_FIELDS if hasattr(source, field)}
     fields["attention_bias"] = kind == "qwen2" or (kind in ("llama", "qwen3", "smollm3") and source.attention_bias)

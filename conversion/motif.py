@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Motif 2 (Motif-2.6B, whose heads are pairs, and Motif-2-12.7B, with groups of 4 signals and a noise) <-> DIFF V1.
 
-Its heads, rotation and PolyNorm are in our order: tensors are renamed, and no value changes. Its λ_init follows a
-schedule of its own. Its counts of heads are those of vectors of width d, ours of keys and values of width D = 2d.
+Motif's heads, rotation and PolyNorm have our order: tensors are renamed, and no value changes. λ_init follows Motif's
+own schedule. Motif counts heads by vectors of width d, we count keys and values of width D = 2d.
 """
 
 import math
@@ -34,7 +34,7 @@ _COPIED = (*BODY, *ACTIVATION, *LAMBDAS, *(f"{_ATTENTION}{name}_proj.weight" for
 FROM_MOTIF: WeightMap = {
     **{name: Rule(name) for name in _COPIED},
     f"{_ATTENTION}subln.weight": Rule(f"{_ATTENTION}head_norm.weight"),
-    f"{_ATTENTION}rotary_emb.inv_freq": None,  # it follows from the configuration
+    f"{_ATTENTION}rotary_emb.inv_freq": None,  # computed from the configuration
 }
 TO_MOTIF = inverse(FROM_MOTIF)
 
@@ -44,7 +44,7 @@ COPIED = (
     *(field for field in SHARED_FIELDS if field not in ("attention_bias", "mlp_bias", "dtype")),
     *("rope_theta", "rope_scaling", "original_max_position_embeddings"),
 )
-"""Fields that mean the same in ours, or that ours refuses."""
+"""Fields with the same meaning in our configuration, or that it refuses."""
 
 KNOWN: dict[str, object] = {
     "hidden_act": "poly_norm",
@@ -53,19 +53,19 @@ KNOWN: dict[str, object] = {
     "is_causal": True,
     **dict.fromkeys(("use_bias", "attention_bias", "qkv_bias", "mlp_bias", "use_sliding_window"), False),
 }
-"""Fields of Motif -> the only value of which its published code says what it means to ours."""
+"""Fields of Motif -> the only value that our model supports."""
 
 MOTIF_3 = ("mhc_enabled", "kv_lora_rank", "q_lora_rank", "num_experts", "moe_intermediate_size")
-"""Fields of Motif 3, which has the same `model_type` and architecture."""
+"""Fields of Motif 3, which has the same `model_type` and `architectures`."""
 
 
 def lambda_init(layers: int) -> list[float]:
-    """λ_init of each layer: that of the first one is negative, that of the second is the paper's first."""
+    """Compute λ_init of each layer. The first is 0.8 - 0.6·exp(0.3), the second is the paper's first."""
     return [exponential_lambda_init(layer - 1) for layer in range(layers)]
 
 
 def translate(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Our fields for those of Motif's config.json. Raises `ValueError` for Motif 3 and for what we do not know."""
+    """Translate the fields of Motif's config.json. Raises `ValueError` for Motif 3 and for unsupported values."""
     if of_motif_3 := [field for field in MOTIF_3 if fields.get(field)]:
         raise ValueError(
             f"`{of_motif_3[0]}` is a field of Motif 3, another architecture. Only Motif 2 can be converted."
@@ -106,7 +106,7 @@ def translate(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def convert_config_back(config: DiffLlamaConfig) -> DiffLlamaConfig:
-    """The same configuration. Raises `ValueError` if it has what Motif lacks."""
+    """Return Motif's form of a configuration. Raises `ValueError` for a feature that Motif lacks."""
     schedule = lambda_init(config.num_hidden_layers)
     given = config.lambda_init
     equal = isinstance(given, list) and all(map(partial(math.isclose, rel_tol=1e-6), given, schedule))
@@ -130,8 +130,8 @@ def convert_config_back(config: DiffLlamaConfig) -> DiffLlamaConfig:
 
 
 def save_config(config: DiffLlamaConfig, folder: Path) -> None:
-    """Writes Motif's config.json. What a published one leaves out, where it follows from the rest, is left out too."""
-    assert config.num_key_value_heads is not None  # set when the configuration is made
+    """Write Motif's config.json, without fields that the published ones derive from others."""
+    assert config.num_key_value_heads is not None  # set by the configuration's constructor
     rope = dict(config.rope_parameters or {})
     theta, rope_type = rope.pop("rope_theta"), rope["rope_type"]
     heads, keys = config.num_attention_heads, 2 * config.num_key_value_heads
@@ -155,7 +155,7 @@ def save_config(config: DiffLlamaConfig, folder: Path) -> None:
 
 
 def logits(input_ids: torch.Tensor, weights: Mapping[str, torch.Tensor], config: DiffLlamaConfig) -> torch.Tensor:
-    """What Motif's formulas give for weights under its names."""
+    """Compute logits with Motif's formulas, from weights under Motif's names."""
     rotary = LlamaRotaryEmbedding(config.rotary_config())
     return motif_reference.motif_logits(
         input_ids,

@@ -1,14 +1,13 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What Motif 2 and Perdix compute, in plain PyTorch: the truth for converted checkpoints.
+"""Reference of Motif 2 and Perdix in plain PyTorch, with which converted checkpoints are compared.
 
-It shares no code with this package's model and converter, so that a mistake in them cannot hide in it. Written from the
+It shares no code with this package's model and conversions, so that it cannot share their mistakes. Written from the
 formulas of arXiv 2410.05258 (differential attention), 2510.06949 (groups) and 2411.03884 (PolyNorm), in the layouts of
 vLLM's `motif.py` and `grouped_diff_attn.py`, of mlx-motif's `model.py` and of Perdix's `modeling_perdix.py`.
 Letters: b rows, n tokens, H query heads of width d, s of them signals. Query heads come group by group: signals, then
-the noise that is subtracted from each of them. In Motif 2.6B and in Perdix a group is a pair. All is computed in the
-weights' own dtype, which in float64 is the truth; the models themselves take the softmax, λ, the norms and PolyNorm
-through float32. Sizes follow from the weights.
+the noise that is subtracted from each of them. In Motif 2.6B and in Perdix a group is a pair. Everything is computed in
+the weights' dtype. (The models compute softmax, λ, norms and PolyNorm in float32.) Sizes follow from the weights.
 """
 
 import math
@@ -22,28 +21,28 @@ from torch.nn.functional import linear
 POLY_NORM_EPS = 1e-6
 
 Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(vectors [b, n, heads, d], cosines [n, 1, d / 2], sines) -> the vectors turned."""
+"""(vectors [b, n, heads, d], cosines [n, 1, d / 2], sines) -> the rotated vectors."""
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns every pair (x_i, x_i+d/2): Motif's rotation."""
+    """Rotate every pair (x_i, x_i+d/2), as in Motif."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns every pair (x_2i, x_2i+1): Perdix's rotation."""
+    """Rotate every pair (x_2i, x_2i+1), as in Perdix."""
     a, b = x[..., 0::2], x[..., 1::2]
     return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm over the last dimension: [..., size], [size] -> [..., size]."""
+    """Compute RMSNorm over the last dimension: [..., size], [size] -> [..., size]."""
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
 def poly_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """w0·n(x³) + w1·n(x²) + w2·n(x) + b, Motif's order: [..., width], [3], [1] -> [..., width]."""
+    """Compute w0·n(x³) + w1·n(x²) + w2·n(x) + b, in Motif's order: [..., width], [3], [1] -> [..., width]."""
     powers = [x**exponent for exponent in (3, 2, 1)]
     normed = [power / (power.square().mean(-1, keepdim=True) + POLY_NORM_EPS).sqrt() for power in powers]
     return weight[0] * normed[0] + weight[1] * normed[1] + weight[2] * normed[2] + bias
@@ -61,17 +60,17 @@ def attention(
     inverse_frequencies: Tensor,
     attention_scaling: float = 1.0,
 ) -> Tensor:
-    """One attention module, causal: [b, n, hidden] -> [b, n, hidden].
+    """Compute one causal attention module: [b, n, hidden] -> [b, n, hidden].
 
     Args:
-        x: what the module is given; every token sees itself and all before it.
+        x: hidden states [b, n, hidden].
         projections: weights of queries [H·d, hidden], keys and values [key/value heads·2d, hidden] and output
             [hidden, s·2d].
         lambdas: q1, k1, q2 and k2, each [d].
         subln: the head norm's weight, [2d].
         lambda_init: λ_init of the layer.
-        eps: the head norm's.
-        rotation: which pairs of a vector turn together.
+        eps: ε of the head norm.
+        rotation: function that rotates pairs of a vector.
         inverse_frequencies: [d / 2].
         attention_scaling: multiplies cosine and sine, as YaRN does.
     """
@@ -112,7 +111,7 @@ def motif_logits(
     inverse_frequencies: Tensor,
     attention_scaling: float = 1.0,
 ) -> Tensor:
-    """Motif 2, under its names: [b, n] -> [b, n, vocabulary]. Without `lm_head.weight` the embedding is tied."""
+    """Compute Motif 2's logits: [b, n] -> [b, n, vocabulary]. Without `lm_head.weight` the embedding is tied."""
     embedding = weights["model.embed_tokens.weight"]
     x = embedding[input_ids]
     for i in range(sum(name.endswith("input_layernorm.weight") for name in weights)):
@@ -140,7 +139,7 @@ def motif_logits(
 def perdix_logits(
     input_ids: Tensor, weights: Mapping[str, Tensor], *, norm_eps: float, inverse_frequencies: Tensor
 ) -> Tensor:
-    """Perdix, under its names: [b, n] -> [b, n, vocabulary]. Without `lm_head.weight` the embedding is tied."""
+    """Compute Perdix's logits: [b, n] -> [b, n, vocabulary]. Without `lm_head.weight` the embedding is tied."""
     embedding = weights["tok_emb.weight"]
     x = embedding[input_ids]
     for i in range(sum(name.endswith("attn_norm.weight") for name in weights)):

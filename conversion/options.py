@@ -22,7 +22,7 @@ SOURCES, TARGETS, GQA_LAYOUTS = map(get_args, (Source, Target, GqaLayout))
 def check_conversion(
     source: str | None, target: str | None, variant: str | None, gqa_layout: str | None, noise_heads: int | None
 ) -> None:
-    """Raises `ValueError` if no conversion exists for these arguments of `convert`."""
+    """Raise `ValueError` if no conversion exists for these arguments of `convert`."""
     if (source is None) == (target is None):
         raise ValueError(f"Give `source` (one of {', '.join(SOURCES)}) or `target` (one of {', '.join(TARGETS)}).")
     if source is not None and source not in SOURCES:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Perdix (theprismdata/Perdix) -> DIFF V1.
 
-Its heads are in our order. It rotates the pairs (2i, 2i + 1) of a vector where we rotate (i, i + d/2), and its PolyNorm
-begins with the linear term where ours begins with the cubic one. Its feed-forward network has no gate.
+Perdix's heads have our order. It rotates the pairs (2i, 2i + 1) of a vector, we rotate (i, i + d/2). Its PolyNorm has
+the linear term first, ours the cubic one. Its feed-forward network has no gate.
 """
 
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ FIELDS = {
 
 
 def translate(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Translates fields of Perdix's config.json to ours. Raises `ValueError` for missing or contradictory ones."""
+    """Translate fields of Perdix's config.json to ours. Raises `ValueError` for missing or contradictory ones."""
     require(fields, (*FIELDS, "n_heads"))
     heads, width = fields["n_heads"], fields["dim"]
     if not (type(heads) is type(width) is int and heads > 0 and width % heads == 0):
@@ -76,7 +76,7 @@ def translate(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def logits(input_ids: torch.Tensor, weights: Mapping[str, torch.Tensor], config: DiffLlamaConfig) -> torch.Tensor:
-    """Computes logits by Perdix's formulas, from weights under its names."""
+    """Compute logits by Perdix's formulas, from weights under its names."""
     return motif_reference.perdix_logits(
         input_ids,
         weights,

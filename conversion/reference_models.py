@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Models that transformers does not know, as sources and results of a conversion. Their own code never runs."""
+"""Sources and results of conversions that transformers has no class for. Their own code never runs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
@@ -22,14 +22,14 @@ class ReferenceModel(TransformersModel):
 
     Args:
         src: the folder.
-        model_type: what config.json calls the model.
+        model_type: `model_type` in config.json.
         translate: fields of config.json -> our fields; raises `ValueError` for features that our model lacks.
-        weight_map: from its names to ours.
-        logits: what the model computes: (token ids [b, n], its weights, our configuration) -> [b, n, vocabulary].
+        weight_map: maps its names to ours.
+        logits: computes the model: (token ids [b, n], its weights, our configuration) -> [b, n, vocabulary].
 
     Raises:
-        FileNotFoundError: there is no such folder, or no config.json in it.
-        ValueError: `src` is a file, or there is an adapter in the folder.
+        FileNotFoundError: the folder or its config.json does not exist.
+        ValueError: `src` is a file, or the folder has an adapter.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ReferenceModel(TransformersModel):
 
     @property
     def model_type(self) -> str:
-        """What config.json calls the model."""
+        """`model_type` in config.json."""
         return self.model_types[0]
 
     @cached_property
@@ -73,7 +73,7 @@ class ReferenceModel(TransformersModel):
         return DiffLlamaConfig(diff_variant="v1", dtype=fields.get("dtype", fields.get("torch_dtype")), **ours)
 
     def expected(self) -> dict[str, torch.Tensor]:
-        """Returns the names and shapes that the tensors must have: our model's shapes, under the source's names."""
+        """Return the names and shapes that the tensors must have: our model's shapes, under the source's names."""
         check_layers(self.config.num_hidden_layers, len(self.checkpoint.tensors))
         steps = plan(expected_tensors(self.config), inverse(self.weight_map), self.config)
         return {name: step.result for name, step in steps.items()}
@@ -82,13 +82,13 @@ class ReferenceModel(TransformersModel):
     def outputs(
         self, dtype: torch.dtype, implementation: str = "", rounded: torch.dtype | None = None
     ) -> list[torch.Tensor]:
-        """Computes the model's formulas, which have neither attention functions nor a KV cache."""
+        """Compute the model's formulas, which have neither attention functions nor a KV cache."""
         weights = {name: self.checkpoint.read(name).to(rounded or dtype).to(dtype) for name in self.checkpoint.tensors}
         ids = token_ids(self.config.vocab_size, self.config.max_position_embeddings)
         return 2 * [self.logits(ids, weights, self.config)]
 
 
 def require(fields: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises `ValueError` for missing fields."""
+    """Raise `ValueError` for missing fields."""
     if missing := [name for name in names if fields.get(name) is None]:
         raise ValueError(f"these fields are missing: {', '.join(f'`{name}`' for name in missing)}.")

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """transformers' own `diffllama` <-> DIFF V1.
 
-Its head i of h is made of the query, key and value vectors i and i + h (of keys and values, j and j + their half),
-where ours are neighbours; its output projection reads heads in our order. It has no learned head norm, so ours goes
-into the output projection on the way out. That norm's ε is `rms_norm_eps`, where ours has its own: values are scaled.
+Its head i of h consists of the query vectors i and i + h, and likewise of keys and values; ours are neighbours. Its
+output projection reads heads in our order. It has no learned head norm, so `--to transformers` folds ours into the
+output projection. The norm's ε is `rms_norm_eps`; ours has its own, so values are scaled.
 """
 
 import reprlib
@@ -49,7 +49,7 @@ TO_TRANSFORMERS_WITH_NORM: WeightMap = {
 
 
 def convert_config(source: TransformersDiffLlamaConfig) -> DiffLlamaConfig:
-    """The V1 configuration of the same heads. Raises `ValueError` for heads that cannot be paired and for ε = 0."""
+    """Return the V1 configuration with the same heads. Raises `ValueError` for odd numbers of heads and for ε = 0."""
     if source.num_attention_heads % 2 or source.num_key_value_heads % 2:
         raise ValueError(
             "`num_attention_heads` and `num_key_value_heads` of the source must be even, got "
@@ -61,7 +61,7 @@ def convert_config(source: TransformersDiffLlamaConfig) -> DiffLlamaConfig:
     return DiffLlamaConfig(
         **{
             field: getattr(source, field) for field in SHARED_FIELDS if field != "mlp_bias"
-        },  # transformers' model has no such biases
+        },  # transformers' model lacks these biases
         diff_variant="v1",
         num_attention_heads=source.num_attention_heads,
         num_key_value_heads=source.num_key_value_heads // 2,
@@ -73,7 +73,7 @@ def convert_config(source: TransformersDiffLlamaConfig) -> DiffLlamaConfig:
 
 
 def convert_config_back(config: DiffLlamaConfig) -> TransformersDiffLlamaConfig:
-    """The configuration of transformers' `diffllama` with our heads. Raises `ValueError` for features that it lacks."""
+    """Return transformers' configuration of our heads. Raises `ValueError` for features that `diffllama` lacks."""
     refuse(
         config,
         "transformers' diffllama",
@@ -90,7 +90,7 @@ def convert_config_back(config: DiffLlamaConfig) -> TransformersDiffLlamaConfig:
         sliding_window=None,
         attention_dropout=0.0,
     )
-    assert config.num_key_value_heads is not None  # set when the configuration is made
+    assert config.num_key_value_heads is not None  # set by the configuration's constructor
     return TransformersDiffLlamaConfig(
         **{field: getattr(config, field) for field in SHARED_FIELDS if field != "mlp_bias"},
         num_attention_heads=config.num_attention_heads,
@@ -101,12 +101,12 @@ def convert_config_back(config: DiffLlamaConfig) -> TransformersDiffLlamaConfig:
 
 
 def weight_map_back(config: DiffLlamaConfig) -> WeightMap:
-    """The weight map for a model of ours with or without a weight of its head norm."""
+    """Return the weight map, for a model of ours with or without a weight of its head norm."""
     return TO_TRANSFORMERS_WITH_NORM if config.head_norm_affine else TO_TRANSFORMERS
 
 
 def refuse(config: DiffLlamaConfig, who: str, **required: object) -> None:
-    """Raises `ValueError` with each field whose value the target format cannot express."""
+    """Raise `ValueError` with each field whose value the target format cannot express."""
     faults = [
         f"`{field}` must be {reprlib.repr(value)}, got {reprlib.repr(getattr(config, field))}"
         for field, value in required.items()

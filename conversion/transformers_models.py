@@ -15,7 +15,7 @@ from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
 
 class TransformersModel(TransformersSource):
-    """A checkpoint of a transformers model, whose outputs can be compared with another's."""
+    """A checkpoint of a transformers model that computes its outputs."""
 
     @property
     def model_type(self) -> str:
@@ -25,10 +25,10 @@ class TransformersModel(TransformersSource):
     def outputs(
         self, dtype: torch.dtype, implementation: str, rounded: torch.dtype | None = None
     ) -> list[torch.Tensor]:
-        """Computes the model's outputs in a dtype with an attention function, see `verification.model_outputs`.
+        """Compute the model's outputs in a dtype with an attention function, see `verification.model_outputs`.
 
-        With `rounded`, its weights are rounded to that dtype first. Other tensors, such as rotary frequencies, stay in
-        float32. Weights are made contiguous too: with other strides torch may choose other kernels.
+        With `rounded`, weights are rounded to that dtype first. Buffers, such as rotary frequencies, stay in float32.
+        Weights are contiguous, because torch may choose other kernels for other strides.
         """
         model = self.load(rounded or dtype, implementation)
         for parameter in model.parameters():
@@ -38,12 +38,12 @@ class TransformersModel(TransformersSource):
         return model_outputs(model)
 
     def load(self, dtype: torch.dtype, implementation: str) -> PreTrainedModel:
-        """Loads the model, from a GGUF file in float32. Raises `CheckpointError` for tensors that are missing."""
+        """Load the model, from a GGUF file in float32. Raises `CheckpointError` for tensors that are missing."""
         if self.src.is_file():
             self.gguf_model.set_attn_implementation(implementation)
             return self.gguf_model
         config = AutoConfig.from_pretrained(**self.location)
-        config._attn_implementation = implementation  # an argument would not replace what config.json says
+        config._attn_implementation = implementation  # an argument would not override config.json
         model, report = AutoModelForCausalLM.from_pretrained(
             **self.location, config=config, dtype=dtype, output_loading_info=True
         )
@@ -54,7 +54,7 @@ class TransformersModel(TransformersSource):
 
 
 def save_config(config: PreTrainedConfig, folder: Path) -> None:
-    """Writes a configuration and, for a diffllama model, its code."""
+    """Write a configuration and, for a diffllama model, its code."""
     config.architectures = [type(meta_model(config)).__name__]
     config.save_pretrained(folder)
     if config.model_type == DiffLlamaConfig.model_type:

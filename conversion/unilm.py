@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """microsoft/unilm's modules (Diff-Transformer and Diff-Transformer-V2) <-> ours.
 
-Their heads are in our order. They rotate the pairs (2i, 2i + 1) of a vector where we rotate (i, i + w/2): rows of
-queries and keys change places. V1's output projection and head norm have other names. Under grouped queries, the plain
-module `multihead_diffattn.py` repeats keys before it pairs them, so its heads read other keys than the Flash modules';
-that is kept by giving every head keys and a value of its own.
+Their heads have our order. They rotate the pairs (2i, 2i + 1) of a vector, we rotate (i, i + w/2), so rows of queries
+and keys are reordered. V1's output projection and head norm have other names. Under grouped queries, the plain module
+`multihead_diffattn.py` repeats keys before it pairs them, so its heads read other keys than those of the Flash modules:
+the result then has keys and a value for every head.
 """
 
 import hashlib
@@ -81,24 +81,27 @@ LACKING: dict[str, object] = {
 """Our fields -> the only value that unilm's modules support."""
 
 NOT_FIELDS = ("model_type", "auto_map", "architectures", "transformers_version")
-"""Entries of config.json that are not our fields."""
+"""Fields of config.json that our configuration lacks."""
 
 
 def attention_weights(variant: Variant) -> list[str]:
-    """Returns unilm's names of the weights of an attention module."""
+    """Return unilm's names of the weights of an attention module."""
     return list(under(FROM_UNILM[variant, "grouped"], _ATTENTION))
 
 
 def canonical(name: str, variant: Variant, layer: int) -> str:
-    """The name in a whole model of a tensor of one attention module: `q_proj.weight` is in the layer that is given,
-    `3.q_proj.weight`, `layers.3.q_proj.weight` or `layers.3.self_attn.q_proj.weight` in layer 3."""
+    """Return the name in a whole model of a tensor of one attention module.
+
+    `q_proj.weight` is in the given layer; `3.q_proj.weight`, `layers.3.q_proj.weight` and
+    `layers.3.self_attn.q_proj.weight` are in layer 3.
+    """
     weights = "|".join(map(re.escape, attention_weights(variant)))
     match = re.fullmatch(rf"(?:(?:(?:model\.)?layers\.)?(\d+)\.(?:self_attn\.)?)?({weights})", name)
     return f"{_ATTENTION.format(i=match[1] or layer)}{match[2]}" if match else name
 
 
 class UnilmModel:
-    """Weights of unilm's modules: one or many state dicts of attention, or a whole model, see docs/layouts.md.
+    """Weights of unilm's modules: one or more state dicts of attention, or a whole model, see docs/layouts.md.
 
     Args:
         src: a file or a folder of files (.safetensors, .bin, .pt, .pth).
@@ -106,7 +109,7 @@ class UnilmModel:
         gqa_layout: which keys the heads of V1 read under grouped queries, `"grouped"` or `"repeated"`.
 
     Raises:
-        FileNotFoundError: there is no such file or folder.
+        FileNotFoundError: `src` does not exist.
     """
 
     def __init__(self, src: Path, variant: Variant, gqa_layout: GqaLayout = "grouped") -> None:
@@ -140,15 +143,15 @@ class UnilmModel:
 
     @property
     def attention_only(self) -> bool:
-        """Whether there is nothing but attention modules."""
+        """Whether the source has only attention modules."""
         return "model.embed_tokens.weight" not in self.checkpoint.tensors
 
     @cached_property
     def config(self) -> DiffLlamaConfig:
         """The source's sizes and settings as a configuration of ours, with the source's key/value heads.
 
-        Raises `CheckpointError` if tensors do not tell the sizes, and `ValueError` if config.json is missing or of
-        another model, or has what unilm's modules lack.
+        Raises `CheckpointError` if sizes cannot be derived from tensors, and `ValueError` if config.json is missing,
+        belongs to another model, or has a feature that unilm's modules lack.
         """
         file = self.src / "config.json"
         fields = read_json(file) if file.is_file() else {}
@@ -166,17 +169,17 @@ class UnilmModel:
         fields = self.sizes() | {"diff_variant": self.variant} | fields
         check_sizes(fields, file if file.is_file() else self.src)
         config = DiffLlamaConfig(**fields)
-        config._attn_implementation = "eager"  # its own might have to be fetched, and is not the result's
+        config._attn_implementation = "eager"  # the source's might be downloaded, and is not the result's
         refuse_for_unilm(config, self.variant)
         return config
 
     @property
     def model_type(self) -> str:
-        """What config.json calls such a model."""
+        """`model_type` in config.json."""
         return f"unilm-{self.variant}"
 
     def sizes(self) -> dict[str, Any]:
-        """The fields of a configuration that the tensors' shapes tell."""
+        """Infer fields of a configuration from the tensors' shapes."""
         tensors = self.checkpoint.tensors
         layers = [int(match[1]) for name in tensors if (match := re.match(r"model\.layers\.(\d+)\.", name))]
         first = f"model.layers.{min(layers, default=0)}."
@@ -209,7 +212,7 @@ class UnilmModel:
         return sizes | {"tie_word_embeddings": "lm_head.weight" not in tensors}
 
     def expected(self) -> dict[str, torch.Tensor]:
-        """Names and shapes that the tensors must have: what our model with these sizes becomes on the way out."""
+        """Return the tensors that the source must have: those of our model, converted to unilm's layout."""
         check_layers(self.config.num_hidden_layers, len(self.checkpoint.tensors))
         ours = expected_tensors(self.config)
         names = {name: step.result for name, step in plan(ours, TO_UNILM[self.variant], self.config).items()}
@@ -218,12 +221,12 @@ class UnilmModel:
     def outputs(
         self, dtype: torch.dtype, implementation: str = "", rounded: torch.dtype | None = None
     ) -> list[torch.Tensor]:
-        """What unilm's formulas give: logits, or every attention module's output for random inputs."""
+        """Compute unilm's formulas: logits, or every attention module's output for random inputs."""
         weights = {name: self.checkpoint.read(name).to(rounded or dtype).to(dtype) for name in self.checkpoint.tensors}
         return reference_outputs(weights, self.config, self.gqa_layout, self.attention_only)
 
     def save_auxiliary_files(self, folder: Path) -> None:
-        """Puts tokenizer and settings for generation into a folder, if the source is a folder that has them."""
+        """Save tokenizer and generation settings into a folder, if the source is a folder that has them."""
         copy_auxiliary_files(self.src, folder)
 
 
@@ -234,7 +237,7 @@ def reference_outputs(
     gqa_layout: GqaLayout = "grouped",
     attention_only: bool = False,
 ) -> list[torch.Tensor]:
-    """What unilm's formulas give for weights under unilm's names. They know no cache, which must not matter."""
+    """Compute unilm's formulas with weights under unilm's names. They have no KV cache, which must not matter."""
     rotary = LlamaRotaryEmbedding(config.rotary_config())
     arguments: dict[str, Any] = {
         "inverse_frequencies": rotary.inv_freq,
@@ -256,7 +259,7 @@ def reference_outputs(
 def attention_outputs(
     folder: Path, config: DiffLlamaConfig, dtype: torch.dtype, implementation: str
 ) -> list[torch.Tensor]:
-    """What our attention modules with the weights in a folder give for random inputs."""
+    """Compute the outputs of our attention modules with the weights in a folder, for random inputs."""
     weights = {
         name: tensor for file in folder.glob("attention*.safetensors") for name, tensor in load_file(file).items()
     }
@@ -273,39 +276,39 @@ def attention_outputs(
 
 
 def attention_inputs(config: DiffLlamaConfig) -> torch.Tensor:
-    """Random inputs of attention modules, always the same: [3, 32, hidden_size]."""
+    """Return random inputs of attention modules, always the same: [3, 32, hidden_size]."""
     return torch.randn(3, 32, config.hidden_size, generator=torch.Generator().manual_seed(0))
 
 
 def convert_config(source: DiffLlamaConfig, gqa_layout: GqaLayout) -> DiffLlamaConfig:
-    """Our configuration: the same, with keys and values for every head if the plain module repeated keys."""
+    """Return our configuration, with keys and values for every head if the plain module repeated keys."""
     if gqa_layout == "grouped":
         return source
     return DiffLlamaConfig(**{**source.to_dict(), "num_key_value_heads": source.num_attention_heads // 2})
 
 
 def convert_config_back(config: DiffLlamaConfig, variant: Variant) -> DiffLlamaConfig:
-    """The same configuration. Raises `ValueError` if it has what unilm's modules lack."""
+    """Return unilm's form of a configuration. Raises `ValueError` for a feature that unilm's modules lack."""
     refuse_for_unilm(config, variant)
     return config
 
 
 def refuse_for_unilm(config: DiffLlamaConfig, variant: Variant) -> None:
-    """Raises `ValueError` for what unilm's modules lack."""
+    """Raise `ValueError` for a feature that unilm's modules lack."""
     pairs = config.num_attention_heads // 2
     refuse(config, f"a model in unilm-{variant}'s layout", diff_variant=variant, num_noise_heads=pairs, **LACKING)
 
 
 def new_weights(config: DiffLlamaConfig) -> dict[str, Callable[[], torch.Tensor]]:
-    """The weights of a head norm that has none in ours and must have some in unilm's V1: ones."""
+    """Return ones as the weight of a head norm, which unilm's V1 must have and ours may lack."""
     if config.diff_variant == "v2" or config.head_norm_affine:
         return {}
     return {_SUBLN.format(i=i): lambda: torch.ones(2 * config.rotary_dim) for i in range(config.num_hidden_layers)}
 
 
 def save_config(config: DiffLlamaConfig, folder: Path) -> None:
-    """Writes the config.json of a whole model under unilm's names, which transformers does not take for its own."""
+    """Write config.json of a whole model under unilm's names, with a `model_type` that transformers does not know."""
     fields = {name: value for name, value in config.to_dict().items() if name not in NOT_FIELDS}
-    fields.pop("_name_or_path", None)  # a place on this machine
+    fields.pop("_name_or_path", None)  # a local path
     fields |= {"model_type": f"unilm-{config.diff_variant}", "head_norm_affine": True}  # see `new_weights`
     write_json(folder / "config.json", fields)

@@ -1,13 +1,13 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What microsoft/unilm's Differential Transformer computes, in plain PyTorch: the truth for converted checkpoints.
+"""Reference of microsoft/unilm's modules in plain PyTorch, with which converted checkpoints are compared.
 
-It shares no code with this package's model and converter, so that a mistake in them cannot hide in it. Written from
+It shares no code with this package's model and conversions, so that it cannot share their mistakes. Written from
 unilm's `Diff-Transformer/multihead_flashdiff_1.py` and `multihead_flashdiff_2.py` (V1, `gqa_layout="grouped"`),
 `multihead_diffattn.py` (V1, `gqa_layout="repeated"`) and `Diff-Transformer-V2/multihead_flashdiffv2.py` (V2).
 Letters: b rows, n tokens, h differential heads, w the width of a query or key: embed / 2h in V1, the head's in V2.
-All is computed in the weights' own dtype, which in float64 is the truth; unilm itself takes the softmax, the norms and
-the rotation through float32. Variant and sizes follow from the weights.
+Everything is computed in the weights' dtype. (unilm computes softmax, norms and rotation in float32.) Variant and sizes
+follow from the weights.
 """
 
 import math
@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 
 def under(weights: Mapping[str, T], prefix: str) -> dict[str, T]:
-    """The weights whose names start with a prefix, without it."""
+    """Return the weights whose names start with a prefix, without the prefix."""
     return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
 def rotate(x: Tensor, inverse_frequencies: Tensor, scaling: float) -> Tensor:
-    """Turns every pair (x_2i, x_2i+1) by position × frequency: [b, n, heads, w], [w / 2] -> [b, n, heads, w]."""
+    """Rotate every pair (x_2i, x_2i+1) by position × frequency: [b, n, heads, w], [w / 2] -> [b, n, heads, w]."""
     angles = torch.outer(torch.arange(x.shape[1]).double(), inverse_frequencies.double())
     cos, sin = ((scaling * part).to(x.dtype)[:, None] for part in (angles.cos(), angles.sin()))
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
@@ -38,7 +38,7 @@ def rotate(x: Tensor, inverse_frequencies: Tensor, scaling: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm over the last dimension: [..., size], [size] -> [..., size]."""
+    """Compute RMSNorm over the last dimension: [..., size], [size] -> [..., size]."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
@@ -51,15 +51,15 @@ def attention(
     attention_scaling: float = 1.0,
     gqa_layout: str = "grouped",
 ) -> Tensor:
-    """One attention module of unilm, causal: [b, n, embed] -> [b, n, embed].
+    """Compute one causal attention module of unilm: [b, n, embed] -> [b, n, embed].
 
     Args:
-        x: what the module is given, [b, n, embed]; every token sees itself and all before it.
+        x: hidden states [b, n, embed].
         weights: under unilm's names.
-        layer: its index from 0, on which λ_init of V1 depends.
+        layer: index from 0, which determines λ_init of V1.
         inverse_frequencies: [w / 2].
         attention_scaling: multiplies cosine and sine, as YaRN and LongRoPE do.
-        gqa_layout: which keys the two maps of a V1 head read; matters only under grouped queries.
+        gqa_layout: keys that the two maps of a V1 head read under grouped queries.
     """
     v1, width = "subln.weight" in weights, 2 * len(inverse_frequencies)
     query = linear(x, weights["q_proj.weight"]).unflatten(-1, (-1, width))  # [b, n, 2h, w]
@@ -92,7 +92,7 @@ def attention(
 
 
 def logits(input_ids: Tensor, weights: Mapping[str, Tensor], *, rms_norm_eps: float, **arguments: Any) -> Tensor:
-    """A Llama, under Llama's names, with unilm's attention in it: [b, n] -> [b, n, vocabulary].
+    """Compute the logits of a Llama with unilm's attention, under Llama's names: [b, n] -> [b, n, vocabulary].
 
     Without `lm_head.weight` the embedding is tied. Other arguments are those of `attention`.
     """

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Compares what a conversion computes with what its source computes."""
+"""Compares the outputs of a converted model with those of its source."""
 
 import math
 from dataclasses import asdict, dataclass, fields
@@ -16,12 +16,12 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Verification:
-    """How the outputs of source and result compare.
+    """Comparison of the outputs of source and result.
 
     Attributes:
-        compared: what is compared, such as "logits".
-        dtype: the dtype that both were computed in.
-        sequences, length: the number of inputs, and of tokens in each; each is run with and without a cache.
+        compared: name of the outputs, such as "logits".
+        dtype: dtype of the computation of both.
+        sequences, length: numbers of inputs and of tokens in each. Each is run with and without a KV cache.
         max_difference, mean_difference: absolute, over all outputs.
         largest_output: the largest absolute output of the source.
         bit_equal: whether all outputs are equal, bit for bit.
@@ -57,7 +57,7 @@ class Verification:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> "Verification":
-        """Reads what `as_dict` returned."""
+        """Read the dictionary that `as_dict` returned."""
         return cls(**{field.name: record[field.name] for field in fields(cls)})
 
     def __str__(self) -> str:
@@ -85,13 +85,13 @@ class Verification:
 
 
 def token_ids(vocab_size: int, max_length: int) -> torch.Tensor:
-    """Three sequences of up to 32 random tokens, always the same: [3, n]."""
+    """Return three sequences of up to 32 random tokens, always the same: [3, n]."""
     return torch.randint(vocab_size, (3, min(32, max_length)), generator=torch.Generator().manual_seed(0))
 
 
 @torch.inference_mode()
 def model_outputs(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Returns the logits of a transformers model for `token_ids`: in one pass, and token by token with a KV cache."""
+    """Return the logits of a transformers model for `token_ids`: in one pass, and token by token with a KV cache."""
     ids = token_ids(model.config.vocab_size, model.config.max_position_embeddings)
     whole = model(input_ids=ids, use_cache=False).logits
     first = max(1, 2 * ids.shape[1] // 3)
@@ -110,7 +110,7 @@ def measure(
     compared: str = "logits",
     implementation: str = "sdpa",
 ) -> Verification:
-    """Compares outputs [sequences, n, width], each without and with a cache."""
+    """Compare outputs [sequences, n, width], each without and with a KV cache."""
     a, b = torch.cat(expected), torch.cat(got)
     difference = (a.double() - b.double()).abs()
     return Verification(
@@ -129,7 +129,7 @@ def measure(
 
 
 def tolerance_for(stored: torch.dtype, bit_equal: bool, exact: bool) -> tuple[torch.dtype, float | None]:
-    """The dtype that a conversion to weights in dtype `stored` is verified in, and the tolerance (see `Verification`).
+    """Return the dtype in which weights of dtype `stored` are verified, and the tolerance (see `Verification`).
 
     Args:
         bit_equal: whether float32 and bfloat16 outputs must have equal bits. (For float16 see `llama`; in float64 stock

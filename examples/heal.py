@@ -43,7 +43,7 @@ CURVES = {
 
 
 def prepare() -> None:
-    """Creates the demo's two folders, the Llama and its conversion, unless they exist."""
+    """Create the demo's two folders, the Llama and its conversion, unless they exist."""
     if not (FOLDER / "model.safetensors").exists():
         convert(smollm2_gguf(), FOLDER, source="llama")
     if not (LLAMA / "model.safetensors").exists():
@@ -51,7 +51,7 @@ def prepare() -> None:
 
 
 def logged(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Returns what a run logged: (step, value) for each curve."""
+    """Return what a run logged: (step, value) for each curve."""
     history = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     return {
         name: list(points.items())  # once each, also of a run that was resumed
@@ -61,7 +61,7 @@ def logged(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def draw(results: dict[str, dict[str, list[tuple[int, float]]]], tokens_per_step: int, picture: Path) -> None:
-    """Draws both models' losses and the distance between the differential model's maps, over thousands of tokens."""
+    """Draw both models' losses and the distance between the differential model's maps, over thousands of tokens."""
     figure, (losses, shares, angles) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
 
     def plot(axis: Axes, points: list[tuple[int, float]], **style: Any) -> None:
@@ -86,7 +86,7 @@ def draw(results: dict[str, dict[str, list[tuple[int, float]]]], tokens_per_step
 
 
 def main(config: str = "examples/heal.yaml", out: str = "docs/measurements/heal") -> None:
-    """Trains both models and writes their logs and the figure."""
+    """Train both models and write their logs and the figure."""
     settings = read_settings(Path(config))
     if settings["model"].get("from") == str(FOLDER):
         prepare()

@@ -13,7 +13,7 @@ sys.modules["diffllama"] = None  # type: ignore[assignment]  # from here on `imp
 
 
 def main(folder: str, gguf: str, prompt: str) -> int:
-    """Checks that the logits are equal and streams an answer. Returns the exit status."""
+    """Check that the logits are equal and stream an answer. Returns the exit status."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, pipeline
 

@@ -53,7 +53,7 @@ def random_weights(config: PreTrainedConfig, weight_map: WeightMap | None = None
 
 
 def model_logits(config: PreTrainedConfig) -> Logits:
-    """Returns a function that computes the logits of a transformers model from weights."""
+    """Return a function that computes the logits of a transformers model from weights."""
 
     @torch.inference_mode()
     def logits(weights: Weights) -> torch.Tensor:
@@ -65,12 +65,12 @@ def model_logits(config: PreTrainedConfig) -> Logits:
 
 
 def unilm_logits(config: DiffLlamaConfig, gqa_layout: unilm.GqaLayout) -> Logits:
-    """Returns a function that computes unilm's formulas from weights."""
+    """Return a function that computes unilm's formulas from weights."""
     return lambda weights: unilm.reference_outputs(weights, config, gqa_layout)[0]
 
 
 def without(weight_map: WeightMap, operation: Operation) -> WeightMap:
-    """A weight map without an operation."""
+    """Return a weight map without an operation."""
     return {
         name: Rule(rule.target, tuple(o for o in rule.operations if o is not operation), rule.others)
         if isinstance(rule, Rule)
@@ -80,12 +80,12 @@ def without(weight_map: WeightMap, operation: Operation) -> WeightMap:
 
 
 def heads_in_blocks(tensor: torch.Tensor, config: DiffLlamaConfig) -> torch.Tensor:
-    """A wrong `append_noise_queries`: all heads once, then all heads again."""
+    """Return a wrong `append_noise_queries`: all heads once, then all heads again."""
     return torch.cat((tensor, tensor))
 
 
 def converted(weights: Weights, weight_map: WeightMap, config: DiffLlamaConfig) -> Weights:
-    """Applies a weight map, with our configuration."""
+    """Apply a weight map, with our configuration."""
     steps = plan({name: tensor.to("meta") for name, tensor in weights.items()}, weight_map, config)
     return {name: step.make(*(weights[needed] for needed in step.inputs)) for name, step in steps.items()}
 
@@ -149,7 +149,7 @@ def rows() -> list[tuple[str, str, float, float]]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     table = Table("conversion", "left out", "largest difference / largest logit", "other top token", width=110)
     for conversion, left_out, difference, other in rows():
         table.add_row(conversion, left_out, f"{difference:.1e}", f"{other:.0%}")

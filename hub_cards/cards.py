@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Task(NamedTuple):
-    """The task of a model class: the Hub's name of it, and what such a model is called."""
+    """Task of a model class: the Hub's name for it, and the name of such a model in a card."""
 
     pipeline_tag: str
     kind_of_model: str
@@ -50,10 +50,10 @@ TASKS = {
 """Model class -> its task."""
 
 CARD = "README.md"
-"""The file that the Hub shows as a card."""
+"""File that the Hub shows as the model card."""
 
 INHERITED = ("license", "license_name", "license_link", "language")
-"""Metadata that also holds for models made from a model."""
+"""Metadata that also holds for models derived from a model."""
 
 GENERATED = {"library_name", "pipeline_tag"}
 """Metadata that is always generated."""
@@ -64,20 +64,20 @@ _PIN = re.compile(r"(?<=revision=\")[0-9a-f]{40}(?=\")|(?<=-revision )[0-9a-f]{4
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The facts about a model that a card states.
+    """Facts about a model for its card.
 
     Attributes:
-        config: its diffllama configuration (of a conversion into another format, that of its source).
+        config: diffllama configuration; for a model converted into another format, that of its source.
         parameters: number of parameters.
-        dtype: of most weights, such as "bfloat16".
-        architecture: the model class of the weights.
+        dtype: dtype of most weights, such as "bfloat16".
+        architecture: model class of the weights.
         chat: whether the tokenizer has a chat template.
-        part: whether it is attention modules only.
+        part: whether there are only attention modules.
         conversion: conversion.json, see `conversion.engine.convert`.
         trained: whether the weights have changed since the conversion.
         training: training.json, see `training_record`.
         evaluation: evaluation.json, see `evaluation_rows`.
-        code_licence: the file with the licence of the folder's code.
+        code_licence: name of the file with the licence of the folder's code.
     """
 
     config: "DiffLlamaConfig"
@@ -101,7 +101,7 @@ class ModelFacts:
     def cache_bytes(self) -> int:
         """Bytes of keys and values in the cache for a token in a layer, in the dtype of the weights."""
         heads, width = self.config.num_key_value_heads, self.config.head_dim
-        assert heads is not None  # set when the configuration is created, as is the next
+        assert heads is not None  # both are set by the configuration's constructor
         assert width is not None
         return 2 * heads * width * getattr(torch, self.dtype).itemsize
 
@@ -113,7 +113,7 @@ def model_card(
     repo: str | None = None,
     revision: str | None = None,
 ) -> ModelCard:
-    """The card of a model that was converted, fine-tuned or trained from scratch, according to the facts.
+    """Return the card of a model that was converted, fine-tuned or trained from scratch, according to the facts.
 
     Args:
         facts: the facts; unknown ones are left out.
@@ -177,14 +177,14 @@ def model_card(
 
 
 def described_lambda_init(given: str | float | list[float]) -> str:
-    """λ_init of all layers, as a card says it; `given` is the field of the configuration."""
+    """Describe λ_init of all layers, given the field of the configuration."""
     if isinstance(given, list):
         return f"{', '.join(f'{value:.4g}' for value in given)} in layers 1 to {len(given)}"
     return "0.8 - 0.6·exp(-0.3·(l - 1)) in layer l" if given == "exponential" else str(given)
 
 
 def without_local_paths(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata without local paths, which peft writes as base models and tags."""
+    """Return metadata without local paths, which peft writes as base models and tags."""
     kept = {}
     for name, value in metadata.items():
         values = [item for item in value if not contains_local_path(item)] if isinstance(value, list) else value
@@ -194,22 +194,22 @@ def without_local_paths(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def requirements() -> list[str]:
-    """The versions of torch and transformers that our code needs."""
+    """Return the versions of torch and transformers that our code needs."""
     return sorted(line for line in requires("diffllama") or () if re.match(r"(torch|transformers)\b[^;]*$", line))
 
 
 def inherited_metadata(card: Path) -> dict[str, Any]:
-    """The metadata in a card that also holds for models made from this one: licence and languages."""
+    """Return the metadata of a card that also holds for models derived from it: licence and languages."""
     try:
         text = read_card(card)
         metadata = ModelCard(text, ignore_metadata_errors=True).data.to_dict() if text else {}
-    except (OSError, ValueError, YAMLError):  # unreadable: nothing is known
+    except (OSError, ValueError, YAMLError):  # the card cannot be read
         return {}
     return {name: metadata[name] for name in INHERITED if name in metadata}
 
 
 def template(name: str) -> Template:
-    """A template of cards. A variable that is not defined is an error."""
+    """Load a template of cards. A variable that is not defined is an error."""
     environment = Environment(
         loader=PackageLoader("diffllama.hub_cards", ""), undefined=StrictUndefined, keep_trailing_newline=True
     )
@@ -219,12 +219,12 @@ def template(name: str) -> Template:
 
 
 def as_list(value: str | Sequence[str] | None) -> list[str]:
-    """One value, several or none, as a list."""
+    """Return one value, several or none as a list."""
     return [value] if isinstance(value, str) else list(value or ())
 
 
 def eval_result(row: Mapping[str, Any], task: str) -> EvalResult:
-    """A row of evaluation.json for the metadata."""
+    """Convert a row of evaluation.json for the metadata."""
     harness = row.get("harness")
     return EvalResult(
         task_type=task,
@@ -241,24 +241,24 @@ def eval_result(row: Mapping[str, Any], task: str) -> EvalResult:
 
 
 def table_cell(value: Any) -> str:
-    """A value as a cell of a table, whatever characters it has."""
+    """Escape a value for a cell of a Markdown table."""
     return html.escape(" ".join(str(value).split()), quote=False).replace("|", "\\|")
 
 
 def digest(text: str) -> str:
-    """SHA-256 of a text, ignoring the kind of line endings and blank lines around it."""
+    """Compute the SHA-256 of a text, regardless of line endings and of blank lines around it."""
     return hashlib.sha256("\n".join(text.strip().splitlines()).encode()).hexdigest()
 
 
 def section(name: str, caller: Callable[[], str]) -> str:
-    """A section of a card. Empty ones are kept too, as places for later facts."""
+    """Format a section of a card. Empty sections are kept as places for later facts."""
     text = re.sub(r"\n{3,}", "\n\n", caller().strip())
     body = f"{text}\n" if text else ""
     return f"<!-- diffllama:{name} {digest(text)} -->\n{body}<!-- /diffllama:{name} -->\n\n"
 
 
 def split_front_matter(text: str) -> tuple[str, str]:
-    """The YAML of a card, and the text after it."""
+    """Split a card into its YAML and the text after it."""
     block = REGEX_YAML_BLOCK.search(text)
     return (block[2], text[block.end() :]) if block else ("", text)
 
@@ -269,19 +269,19 @@ def is_edited(match: re.Match[str]) -> bool:
 
 
 def handwritten_text(text: str) -> str:
-    """The text that people wrote into a card: edited sections, and text outside of sections."""
+    """Return the text that people wrote into a card: edited sections, and text outside of sections."""
     _, body = split_front_matter(text)
     return _SECTION.sub(lambda match: match[0] if is_edited(match) else "", body).strip()
 
 
 def pinned_revision(text: str) -> str | None:
-    """The commit that the example code of a card loads."""
+    """Return the commit that the example code of a card loads."""
     match = _PIN.search(text)
     return match and match[0]
 
 
 def pin_revision(text: str, revision: str) -> str:
-    """A card whose example code loads another commit. Edited sections stay as they are."""
+    """Make the example code of a card load another commit. Edited sections stay unchanged."""
 
     def replace(match: re.Match[str]) -> str:
         if is_edited(match):
@@ -300,11 +300,11 @@ def updated_card(
     revision: str | None = None,
     where: str = CARD,
 ) -> tuple[str, list[str]]:
-    """The text of a card with new facts, see `model_card`, and with everything that people wrote into it.
+    """Update a card with new facts, see `model_card`, and keep everything that people wrote into it.
 
-    Generated sections are replaced unless they were edited. Text around them stays; sections that were removed stay
-    removed. A card without generated sections is kept in front of the new text. `metadata` replaces the old card's;
-    YAML comments that have lines of their own stay.
+    Generated sections are replaced unless they were edited. Text around them stays. Removed sections stay removed. The
+    text of a card without generated sections is kept before the new text. `metadata` replaces the old card's; YAML
+    comments on lines of their own stay.
 
     Returns:
         The text, and the names of the sections that were kept because they had been edited.
@@ -315,7 +315,7 @@ def updated_card(
     known = parse_metadata(old, where) | dict(metadata or {})
     try:
         new = model_card(facts, name, known, repo, revision)
-    except Exception as error:  # facts come from JSON files, which can hold any types
+    except Exception as error:  # facts come from JSON files, which can contain any types
         raise ValueError(
             f"No card can be generated from {where}, conversion.json, training.json and evaluation.json: one of them "
             f"has unexpected content: {type(error).__name__}: {error}"
@@ -360,7 +360,7 @@ def merge_cards(card: str, other: str, place: str, other_place: str, alternative
 
 
 def read_card(path: Path) -> str:
-    """The text of a card; empty if there is none. Raises `ValueError` if it is not text."""
+    """Read a card, "" if there is none. Raises `ValueError` if it is not text."""
     try:
         return path.read_text(encoding="utf-8-sig") if path.is_file() else ""
     except UnicodeDecodeError as error:
@@ -368,7 +368,7 @@ def read_card(path: Path) -> str:
 
 
 def parse_metadata(text: str, where: str) -> dict[str, Any]:
-    """The metadata of a card's text. Raises `ValueError` that names `where` it is if it cannot be read.
+    """Parse the metadata of a card's text. Raises `ValueError` with the card's place, `where`, if it is not valid.
 
     YAML aliases are refused: a few lines of them can expand to more than fits into memory.
     """

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a folder can be published. It may be hostile, so it is read in a process with limited time and memory."""
+"""Checks of a folder before it is published, in a process with limited time and memory, because it may be hostile."""
 
 import multiprocessing
 import os
@@ -22,15 +22,15 @@ MEMORY_LIMIT = 2 * 2**30
 
 
 def check(folder: str | os.PathLike[str], *, allow: Sequence[str] = (), code_only: bool = False) -> list[Finding]:
-    """Checks a folder that is to be published.
+    """Check a folder before it is published.
 
     A model folder consists of known files; any other is an error. Every file must match its name and load with the
-    installed libraries, never with the folder's own code. The code must be the package's, and the weights finite and
-    those of the configuration. Pickles, secrets and local paths are errors.
+    installed libraries, never with the folder's own code. The code must be the package's. The weights must be
+    finite and match the configuration. Pickles, secrets and local paths are errors.
 
     Args:
         folder: a folder with a diffllama model.
-        allow: findings to downgrade to notes, as FILE:RULE, which is how the text of a finding begins. FILE may be a
+        allow: findings to downgrade to notes, as FILE:RULE, with which the text of a finding begins. FILE may be a
             pattern.
         code_only: whether to check only the folder's code.
 
@@ -49,17 +49,17 @@ def check(folder: str | os.PathLike[str], *, allow: Sequence[str] = (), code_onl
 
 
 def run_isolated(inspect: Callable[[Path], Iterator[Finding | str]], folder: str | os.PathLike[str]) -> list[Finding]:
-    """The findings of an inspection in a process of its own, each once.
+    """Return the findings of an inspection in a process of its own, each once.
 
-    The process is killed when it exceeds a limit, which is a finding as well. On Linux it is a fork, which imports
-    nothing again. Elsewhere forks are unsafe or unavailable.
+    The process is killed when it exceeds a limit, which is a finding too. On Linux it is forked, so that it imports
+    nothing again. On other systems forks are unsafe or unavailable.
     """
     folder = Path(os.path.abspath(folder))
     context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(sender, inspect, folder), daemon=True)
     process.start()
-    sender.close()  # so that the pipe ends with the process
+    sender.close()  # so that the pipe closes when the process ends
     findings: list[Finding] = []
     file = folder.name
     failure: str | None = None
@@ -86,7 +86,7 @@ def run_isolated(inspect: Callable[[Path], Iterator[Finding | str]], folder: str
 
 
 def _child(sender: Connection, inspect: Callable[[Path], Iterator[Finding | str]], folder: Path) -> None:
-    """Runs an inspection and sends what it yields, then `None`."""
+    """Run an inspection and send its findings, then `None`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of tokenizers do not survive a fork
     limit_memory()
@@ -96,7 +96,7 @@ def _child(sender: Connection, inspect: Callable[[Path], Iterator[Finding | str]
 
 
 def limit_memory() -> None:
-    """Limits what this process may allocate from now on to `MEMORY_LIMIT`."""
+    """Limit further allocations of this process to `MEMORY_LIMIT`."""
     if sys.platform != "linux":
         return
     import resource

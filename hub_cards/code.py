@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The code of a Hub folder: its files, whether transformers can load them from the Hub, and where they come from."""
+"""The code of a Hub folder: its files, their version, and whether transformers can load them from the Hub."""
 
 import ast
 import difflib
@@ -17,22 +17,22 @@ from diffllama.modeling_diff.configuration_diffllama import AUTO_MAP
 
 
 OURS = ("diffllama", "modeling_diff", "configuration", "conversion", "hub_cards")
-"""Names by which a file might import this package, which other machines do not have."""
+"""Names of this package in imports. Other machines do not have it."""
 
 INSTALLED = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_names}
-"""Modules that every machine with transformers has."""
+"""Modules that are installed with transformers."""
 
 _VERSION_LINE = re.compile(r"^# From diffllama (?P<version>\S+?)(?:, commit (?P<commit>[^\n]+))?\.\n", re.MULTILINE)
 
 
 @cache
 def package_code() -> dict[str, str]:
-    """The files of the package that every Hub folder has: name -> text."""
+    """Return the files of the package that every Hub folder has: name -> text."""
     return {file.name: file.read_text(encoding="utf-8") for file in SOURCE.glob("*.py") if file.name != "__init__.py"}
 
 
 def folder_code(folder: Path) -> tuple[dict[str, str], list[tuple[str, str]]]:
-    """The files that a Hub folder needs for the classes of `AUTO_MAP`, found by following their imports.
+    """Find the files that a Hub folder needs for the classes of `AUTO_MAP`, by following their imports.
 
     transformers' loader reads imports with regular expressions, understands only `from .name import x`, and loads all
     files from one folder.
@@ -72,7 +72,7 @@ def folder_code(folder: Path) -> tuple[dict[str, str], list[tuple[str, str]]]:
 
 
 def relative_imports(tree: ast.AST, path: Path) -> tuple[list[str], list[str]]:
-    """The modules that a file imports relatively, and the faults that keep the loader from following it."""
+    """Return the modules that a file imports relatively, and the faults that prevent the loader from following it."""
     modules: set[str] = set()
     faults = []
     for node in ast.walk(tree):
@@ -89,7 +89,7 @@ def relative_imports(tree: ast.AST, path: Path) -> tuple[list[str], list[str]]:
 
 
 def absolute_import_faults(tree: ast.AST, path: Path) -> Iterator[str]:
-    """The imports of this package, and of modules that other machines may lack."""
+    """Yield a fault for each import of this package, and of a module that other machines may lack."""
     unprotected = set(get_imports(path)) - INSTALLED  # without those in `try` and `if is_x_available()`
     lines: dict[str, int] = {}
     for node in ast.walk(tree):
@@ -109,7 +109,7 @@ def absolute_import_faults(tree: ast.AST, path: Path) -> Iterator[str]:
 
 
 def add_version_line(text: str) -> str:
-    """A file's text with the package's version and commit in a line after the licence header."""
+    """Add a line with the package's version and commit after the licence header of a file's text."""
     lines = text.splitlines(keepends=True)
     header = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
     suffix = f", commit {commit()}" if commit() else ""
@@ -117,7 +117,7 @@ def add_version_line(text: str) -> str:
 
 
 def split_version_line(text: str) -> tuple[str, str | None]:
-    """A file's text without the line of `add_version_line`, and its content, such as "0.1.0, commit 0123"."""
+    """Split a file's text into the text without the line of `add_version_line`, and that line's version and commit."""
     match = _VERSION_LINE.search(text)
     if match is None:
         return text, None
@@ -126,20 +126,20 @@ def split_version_line(text: str) -> tuple[str, str | None]:
 
 
 def code_licence(folder: Path) -> str:
-    """The file for the licence of the code: LICENSE, or LICENSE-CODE if the model has a licence of its own."""
+    """Return the file for the licence of the code: LICENSE, or LICENSE-CODE if the model has its own licence."""
     file = folder / "LICENSE"
     return "LICENSE-CODE" if file.is_file() and not is_code_licence(file) else "LICENSE"
 
 
 def write_code(folder: Path) -> None:
-    """Writes the package's code and its licence into a folder."""
+    """Write the package's code and its licence into a folder."""
     for name, text in package_code().items():
         (folder / name).write_text(add_version_line(text), encoding="utf-8", newline="\n")
     (folder / code_licence(folder)).write_text(licence(), encoding="utf-8", newline="\n")
 
 
 def code_differences(code: Mapping[str, str]) -> dict[str, str]:
-    """How code differs from the package's: file -> difference. Empty if it does not."""
+    """Compare code with the package's: file -> difference. Empty if there is none."""
     ours, differences = package_code(), {}
     for name in sorted(code.keys() | ours.keys()):
         text, version = split_version_line(code.get(name, ""))

@@ -36,7 +36,7 @@ KINDS = {
     "sentencepiece": ("tokenizer.model*", "spiece.model", "sentencepiece.bpe.model"),
     "weights": ("model.safetensors", "model-*.safetensors"),
 }
-"""Kind of file -> files of that kind that a model folder may have."""
+"""Kind of file -> names of such files in a model folder."""
 
 SUFFIXES = {".py": "code"} | dict.fromkeys((".png", ".jpg", ".jpeg", ".gif", ".webp"), "picture")
 """Suffix -> kind of file that may be anywhere in a folder. `check_code` decides which code belongs to the model."""
@@ -53,7 +53,7 @@ PICTURE = re.compile(
 """PNG, JPEG, GIF and WebP, from beginning to end."""
 
 SENTENCEPIECE_FIELD = re.compile(rb"[\x0a\x12\x1a\x22\x2a]([\x80-\xff]{,8}[\0-\x7f])")
-"""Pieces, specifications or test data in a protocol buffer: the number of the field, and its length, 7 bits a byte."""
+"""Tag and length of a protocol buffer's field: pieces, specifications or test data of a SentencePiece model."""
 
 ARCHIVES = {
     b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"7z\xbc\xaf": "7z", b"\x28\xb5\x2f\xfd": "zstd",
@@ -69,7 +69,7 @@ PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".dill"
 """Suffixes of formats that can execute code when they are loaded."""
 
 MAX_TEXT_BYTES = 64 * 2**20
-"""Bytes that are read of a text. Vocabularies, the largest texts of a model, are smaller."""
+"""Bytes of a text that are read. Vocabularies, the largest texts of a model, are smaller."""
 
 ADAPTER = (
     "makes transformers load the adapter's base model, and run the code of that repository. Merge the adapter "
@@ -82,16 +82,16 @@ TEXT_FIELDS = ("chat_template", "id2label", "label2id")
 IGNORED = (".cache", ".git", ".gitattributes", ".gitignore", ".DS_Store")
 """Hidden files and folders that are not reported."""
 
-logging.getLogger("picklescan").setLevel(logging.CRITICAL)  # it warns of every file that is not a pickle
+logging.getLogger("picklescan").setLevel(logging.CRITICAL)  # it warns about every file that is not a pickle
 
 
 def is_hidden(file: Path, folder: Path) -> bool:
-    """Whether a file, or a folder that it is in, is hidden."""
+    """Whether a file or one of its parent folders is hidden."""
     return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def list_files(folder: Path) -> Iterator[Path]:
-    """Everything in a folder and its subfolders that is not a folder. Links are not followed."""
+    """Yield everything in a folder and its subfolders that is not a folder. Links are not followed."""
     for parent, subfolders, files in os.walk(folder):
         links = [name for name in subfolders if os.path.islink(os.path.join(parent, name))]
         subfolders[:] = sorted(name for name in subfolders if name not in IGNORED)
@@ -99,12 +99,12 @@ def list_files(folder: Path) -> Iterator[Path]:
 
 
 def uploaded_files(folder: Path) -> list[Path]:
-    """The files of a folder that `push` uploads: all that are not hidden."""
+    """Return the files of a folder that `push` uploads: all that are not hidden."""
     return [file for file in list_files(folder) if file.is_file() and not is_hidden(file, folder)]
 
 
 def kind_of(name: str) -> str | None:
-    """The kind of a file by its path within the folder, see `KINDS` and `SUFFIXES`."""
+    """Return the kind of a file by its path within the folder, see `KINDS` and `SUFFIXES`."""
     for kind, patterns in KINDS.items():
         if any(fnmatchcase(name, pattern) and name.count("/") == pattern.count("/") for pattern in patterns):
             return kind
@@ -112,7 +112,7 @@ def kind_of(name: str) -> str | None:
 
 
 def check_file(file: Path, folder: Path) -> Check[None]:
-    """Checks that a file belongs in a model folder, matches its name, and contains no secrets or local paths."""
+    """Check that a file belongs in a model folder, matches its name, and contains no secrets or local paths."""
     name = file.relative_to(folder).as_posix()
     if is_hidden(file, folder):
         yield note(name, "is hidden: `push` does not upload it, other programs may", "hidden-file")
@@ -149,7 +149,7 @@ def check_file(file: Path, folder: Path) -> Check[None]:
 
 
 def forbidden_format(file: Path, data: bytes, kind: str | None) -> tuple[str, Rule] | None:
-    """Message and rule for a pickle, program or archive; `None` for other files."""
+    """Return message and rule for a pickle, program or archive; `None` for other files."""
     if file.suffix.lower() in PICKLES:
         return "has the suffix of a pickle, which can execute code when it is loaded", "pickle"
     for imported in scan_pickle_bytes(io.BytesIO(data), file.name).globals:
@@ -196,7 +196,7 @@ def is_sentencepiece(data: bytes) -> bool:
 
 
 def check_safetensors(file: Path, name: str) -> Iterator[Finding]:
-    """Checks that a file is safetensors to its last byte, and has no secrets or local paths in its header."""
+    """Check that a file is safetensors to its last byte, and has no secrets or local paths in its header."""
     try:
         with safe_open(file, "np") as opened:  # "pt" maps the whole file as memory, beyond the limit
             metadata, names = opened.metadata() or {}, opened.keys()
@@ -207,7 +207,7 @@ def check_safetensors(file: Path, name: str) -> Iterator[Finding]:
 
 
 def check_text(name: str, data: bytes, kind: str | None) -> Iterator[Finding]:
-    """Searches a file for secrets and local paths; JSON is parsed, so that escapes hide nothing."""
+    """Search a file for secrets and local paths; JSON is parsed, so that escapes hide nothing."""
     is_vocabulary = any(fnmatchcase(name, pattern) for pattern in VOCABULARIES)
     if kind == "json" or name.endswith((".json", ".ipynb")):
         try:
@@ -221,7 +221,7 @@ def check_text(name: str, data: bytes, kind: str | None) -> Iterator[Finding]:
 
 
 def check_string(name: str, text: str, search_paths: bool = True) -> Iterator[Finding]:
-    """Searches a text for secrets and local paths."""
+    """Search a text for secrets and local paths."""
     yield from (Finding(name, f"contains {secret}", "secret") for secret in find_secrets(text))
     if search_paths and (match := LOCAL_PATH.search(text)):
         line = text[match.start() : match.start() + 80].splitlines()[0]
@@ -229,7 +229,7 @@ def check_string(name: str, text: str, search_paths: bool = True) -> Iterator[Fi
 
 
 def check_json(name: str, content: Any, is_vocabulary: bool) -> Iterator[Finding]:
-    """Searches a JSON file for secrets, local paths and references to code."""
+    """Search a JSON file for secrets, local paths and references to code."""
     if name != "config.json" and isinstance(content, dict) and "auto_map" in content:
         yield Finding(name, "`auto_map` names code, which runs where the model's code is trusted", "auto-map")
     yield from check_string(name, "\n".join(json_words(content)), search_paths=False)

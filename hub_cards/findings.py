@@ -18,7 +18,7 @@ Rule = Literal[
     "generation", "hidden-file", "json", "licence", "limits", "link", "non-finite", "other-code", "path", "pickle",
     "program", "secret", "size", "special-file", "template", "tokenizer", "unknown-file", "weights",
 ]  # fmt: skip
-"""What a finding is about."""
+"""Rules of findings."""
 
 
 class FolderError(DiffLlamaError):
@@ -32,7 +32,7 @@ class Finding:
     Attributes:
         file: path of the file within the folder.
         message: a description.
-        rule: what it is about. `allow` takes FILE:RULE.
+        rule: the rule that the file breaks. `allow` takes FILE:RULE.
         severity: "error" if the folder must not be published as it is; "note" for information.
     """
 
@@ -47,16 +47,16 @@ class Finding:
 
 T = TypeVar("T")
 Check = Generator[Finding | str, None, T]
-"""Yields findings, and the name of each file before it is read. Returns what it has loaded, if anything."""
+"""Generator of findings, and of the name of each file before it is read. Returns the loaded object, if any."""
 
 
 def note(file: str, message: str, rule: Rule) -> Finding:
-    """A finding for information."""
+    """Return a finding for information."""
     return Finding(file, message, rule, "note")
 
 
 def error_lines(findings: Iterable[Finding]) -> list[str]:
-    """The text of each error among the findings."""
+    """Return the text of each error among the findings."""
     return [str(finding) for finding in findings if finding.severity == "error"]
 
 
@@ -67,9 +67,9 @@ def check_arguments(
     revision: str | None = None,
     create_pr: bool = False,
 ) -> None:
-    """Raises `ValueError` or `FileNotFoundError` for invalid arguments of `check`, `export` and `push`.
+    """Raise `ValueError` or `FileNotFoundError` for invalid arguments of `check`, `export` and `push`.
 
-    Imports nothing heavy: call it before imports that take seconds.
+    It imports nothing slow: call it before imports that take seconds.
     """
     if repo is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise ValueError(f"The repository must be `owner/name`, got {repo!r}.")
@@ -85,8 +85,7 @@ def check_arguments(
 
 
 def apply_allowlist(findings: Iterable[Finding], allow: Sequence[str]) -> list[Finding]:
-    """The findings, with those errors turned into notes that the user allows. Raises `FolderError` for an entry of
-    `allow` that matches no finding."""
+    """Downgrade allowed errors to notes. Raises `FolderError` for an entry of `allow` that matches no finding."""
     result = list(findings)
     for entry in allow:
         pattern, _, rule = entry.rpartition(":")

@@ -1,8 +1,8 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reads every file of a folder, which may be hostile, and the model that they make. Runs none of its code.
+"""Checks every file of a folder, which may be hostile, and its model. None of its code runs.
 
-Chat templates are rendered, in Jinja's sandbox, as transformers does. `run_isolated` runs all of this.
+Chat templates are rendered in Jinja's sandbox, as in transformers. `run_isolated` runs these checks.
 """
 
 from collections.abc import Iterator
@@ -35,13 +35,13 @@ CODE_FIELDS = dict.fromkeys(
     ),
     "makes transformers run more code",
 )
-"""Fields of config.json for which transformers fetches or runs more code than `auto_map` names."""
+"""Fields of config.json that make transformers download or run more code than `auto_map` names."""
 
 FORBIDDEN_FIELDS = CODE_FIELDS | {
     "transformers_weights": "makes transformers load other weights",
     "is_causal": "makes attention look ahead in some implementations and not in others",
 }
-"""Fields that config.json must not have, and what they do."""
+"""Field that config.json must not have -> its effect."""
 
 HARMLESS_VALUES = {"is_causal": True}
 """Values of those fields that change nothing."""
@@ -54,7 +54,7 @@ PYTHON_INTERNALS = {
 
 
 def inspect_folder(folder: Path) -> Iterator[Finding | str]:
-    """All findings about a folder. Before a file is read, its name is yielded."""
+    """Yield all findings about a folder, and the name of each file before it is read."""
     torch.set_num_threads(1)  # threads do not survive the fork of their process
     unreadable = False
     for file in list_files(folder):
@@ -64,7 +64,7 @@ def inspect_folder(folder: Path) -> Iterator[Finding | str]:
             yield item
     yield from guarded("*.py", "code", check_code(folder))
     if unreadable:
-        return  # loading these files would report the same errors again
+        return  # loading these files would repeat the errors
     config = yield from guarded("config.json", "config", load_config(folder))
     if config is None:
         return
@@ -75,7 +75,7 @@ def inspect_folder(folder: Path) -> Iterator[Finding | str]:
 
 
 def inspect_code(folder: Path) -> Iterator[Finding | str]:
-    """The same for the folder's code only."""
+    """Yield the findings about the folder's code only."""
     yield from guarded("*.py", "code", check_code(folder, other_files=False))
     for name in package_code():
         if (folder / name).is_file():
@@ -83,24 +83,24 @@ def inspect_code(folder: Path) -> Iterator[Finding | str]:
 
 
 def guarded(name: str, rule: Rule, check: Check[T]) -> Check[T | None]:
-    """The name of a file, then what a check yields. An exception of the check becomes a finding."""
+    """Yield the name of a file, then the findings of a check. An exception of the check becomes a finding."""
     yield name
     try:
         return (yield from check)
     except MemoryError:
         yield Finding(name, "takes too much memory to read", "limits")
-    except Exception as error:  # libraries can fail anywhere when they read a hostile file
+    except Exception as error:  # libraries raise any class for a hostile file
         yield Finding(name, f"cannot be read: {one_line(error)}", rule)
     return None
 
 
 def one_line(error: Exception) -> str:
-    """Type and message of an error in one line."""
+    """Format type and message of an error in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def check_code(folder: Path, other_files: bool = True) -> Check[None]:
-    """Checks that transformers can load the folder's code from the Hub, and that it is the package's.
+    """Check that transformers can load the folder's code from the Hub, and that it is the package's.
 
     With `other_files`, Python files that do not belong to the model are reported too.
     """
@@ -120,7 +120,7 @@ def check_code(folder: Path, other_files: bool = True) -> Check[None]:
 
 
 def load_config(folder: Path) -> Check[DiffLlamaConfig | None]:
-    """Loads a folder's configuration, which must name the code of its folder and no other."""
+    """Load a folder's configuration, which must name only the code of its folder."""
     name = "config.json"
     if not (folder / name).is_file():
         yield Finding(name, "is missing, so this is not a model", "config")
@@ -130,7 +130,7 @@ def load_config(folder: Path) -> Check[DiffLlamaConfig | None]:
     for field in fields:
         yield Finding(name, f"`{field}` {FORBIDDEN_FIELDS[field]}: remove it", "config-field")
     if not CODE_FIELDS.keys() >= set(fields):
-        return None  # the configuration class refuses the others too
+        return None  # the configuration class refuses these fields too
     if content.get("model_type") != DiffLlamaConfig.model_type:
         types = f"{DiffLlamaConfig.model_type!r}, got {content.get('model_type')!r}"
         yield Finding(name, f"`model_type` must be {types}", "config")
@@ -150,7 +150,7 @@ def load_config(folder: Path) -> Check[DiffLlamaConfig | None]:
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
-    """The model class of a configuration. Raises `ValueError` if it is not a diffllama class."""
+    """Return the model class of a configuration. Raises `ValueError` if it is not a diffllama class."""
     architecture = (config.architectures or ["DifferentialLlamaForCausalLM"])[0]
     if architecture not in TASKS:
         raise ValueError(f"`architectures` in config.json must be one of {', '.join(TASKS)}, got {architecture!r}.")
@@ -158,7 +158,7 @@ def architecture_of(config: PreTrainedConfig) -> str:
 
 
 def check_weights(folder: Path, config: DiffLlamaConfig) -> Check[None]:
-    """Checks the weights against the configuration, the index against them, and that all values are finite."""
+    """Check the weights against the configuration and the index, and that all values are finite."""
     index, single = folder / f"{NAMES[0]}.index.json", folder / NAMES[0]
     if not (single.is_file() or index.is_file()):
         yield Finding(NAMES[0], "is missing, and so is an index of shards: `diffllama export` writes them", "weights")
@@ -177,7 +177,7 @@ def check_weights(folder: Path, config: DiffLlamaConfig) -> Check[None]:
         title, *faults = str(error).splitlines()
         for line in faults or [title]:
             file, _, fault = line.strip().partition(": ")
-            if file.endswith(".safetensors"):  # in the words of `check_safetensors`, which finds the same fault
+            if file.endswith(".safetensors"):  # worded as in `check_safetensors`, which finds the same fault
                 yield Finding(file, f"cannot be read: {fault}", "weights")
             else:
                 yield Finding(name, line.strip(), "weights")
@@ -194,7 +194,7 @@ def check_weights(folder: Path, config: DiffLlamaConfig) -> Check[None]:
 
 
 def check_index(index: Path, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Checks that an index agrees with its shards."""
+    """Check that an index agrees with its shards."""
     content = read_json(index)
     homes = {tensor: home.path.name for tensor, home in checkpoint.homes.items()}
     if content["weight_map"] != homes:
@@ -206,7 +206,7 @@ def check_index(index: Path, checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def check_tokenizer(folder: Path, config: DiffLlamaConfig) -> Check[None]:
-    """Checks that the tokenizer, if there is one, loads without code of its own and fits the vocabulary."""
+    """Check that the tokenizer, if there is one, loads without its own code and fits the vocabulary."""
     templates = chat_templates(folder)
     for template, file in templates.items():
         yield file
@@ -234,7 +234,7 @@ def check_tokenizer(folder: Path, config: DiffLlamaConfig) -> Check[None]:
 
 
 def chat_templates(folder: Path) -> dict[str, str]:
-    """The chat templates of a folder, and the first file with each."""
+    """Return the chat templates of a folder, and the first file with each."""
     templates: dict[str, str] = {}
     for path in (folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))):
         if path.is_file():
@@ -249,7 +249,7 @@ def chat_templates(folder: Path) -> dict[str, str]:
 
 
 def check_template(name: str, template: str) -> Iterator[Finding]:
-    """Checks that a template does not use Python's internals, even where it is not rendered."""
+    """Check that a template does not use Python's internals, even where it is not rendered."""
     try:
         for line, kind, value in Environment().lex(template):
             if kind in ("name", "string") and value.strip("\"'") in PYTHON_INTERNALS:
@@ -259,20 +259,20 @@ def check_template(name: str, template: str) -> Iterator[Finding]:
 
 
 def check_generation(folder: Path, config: DiffLlamaConfig) -> Check[None]:
-    """Checks the generation settings."""
+    """Check the generation settings."""
     file = folder / "generation_config.json"
     if file.is_file():
         settings = GenerationConfig.from_pretrained(folder)
         try:
             settings.validate(strict=True)
-        except ValueError as error:  # published models have contradicting settings too
+        except ValueError as error:  # published models also have contradictory settings
             yield note(file.name, " ".join(str(error).split()), "generation")
     elif TASKS[architecture_of(config)].pipeline_tag == "text-generation":
         yield note(file.name, "is missing", "generation")
 
 
 def check_card(folder: Path) -> Check[None]:
-    """Checks that there is a card with metadata, and a licence."""
+    """Check that there is a card with metadata, and a licence."""
     if not any(folder.glob("LICENSE*")):
         yield note("LICENSE", "is missing", "licence")
     if not (folder / CARD).is_file():

@@ -46,7 +46,7 @@ def export(
     progress: Progress | None = None,
     show: Callable[[list[Finding]], None] | None = None,
 ) -> Path:
-    """Writes a complete Hub folder of a diffllama model.
+    """Write a complete Hub folder of a diffllama model.
 
     The folder appears at `dest` complete and without errors of `check`, or not at all. It has the weights as
     safetensors, the configuration with an `auto_map` for every Auto class, this package's code, tokenizer, chat
@@ -83,7 +83,7 @@ def export(
     config.architectures = [architecture_of(config)]
     resolve_tied_lm_head(checkpoint, config)
     check_tensors(checkpoint.tensors, expected_tensors(config), str(src))
-    config.auto_map = dict(AUTO_MAP)  # that of a model loaded from the Hub names its repository
+    config.auto_map = dict(AUTO_MAP)  # a model loaded from the Hub has that of its repository
     config.dtype = common_dtype(checkpoint)
     config.use_cache = True  # a Trainer turns it off for training
     tokenizer = opened.tokenizer
@@ -121,7 +121,7 @@ def export(
 
 
 def remove_fields(file: Path, fields: Iterable[str] = ()) -> None:
-    """Removes fields from a JSON file, if it exists, and all that hold a local path."""
+    """Remove fields, and all local paths, from a JSON file if it exists."""
     if file.is_file():
         content = read_json(file)
         kept = {name: value for name, value in strip_local_paths(content).items() if name not in fields}
@@ -130,7 +130,7 @@ def remove_fields(file: Path, fields: Iterable[str] = ()) -> None:
 
 
 def read_records(folder: Path, results: Iterable[str | os.PathLike[str]] = ()) -> dict[str, Any]:
-    """The records of a model's conversion, training and evaluation, by the names of their JSON files without suffix."""
+    """Return the records of a model's conversion, training and evaluation: stem of the JSON file -> record."""
     records: dict[str, Any] = {"training": training_record(folder)}
     for name in ("conversion", "evaluation"):
         file = folder / f"{name}.json"
@@ -144,7 +144,7 @@ def read_records(folder: Path, results: Iterable[str | os.PathLike[str]] = ()) -
 def collect_facts(
     config: DiffLlamaConfig, checkpoint: Checkpoint, records: Mapping[str, Any], folder: Path
 ) -> ModelFacts:
-    """The facts for a card."""
+    """Return the facts for a card."""
     conversion = records.get("conversion")
     converted = conversion and conversion.get("result", {}).get("fingerprint")
     return ModelFacts(
@@ -162,7 +162,7 @@ def collect_facts(
 
 
 def folder_facts(folder: Path, results: Iterable[str | os.PathLike[str]] = ()) -> ModelFacts:
-    """The facts about a folder's model, with those in result files; raises as `write_card`."""
+    """Return the facts about a folder's model, including those in result files. Raises as `write_card`."""
     config = TransformersSource(folder, (DiffLlamaConfig.model_type,)).config
     return collect_facts(config, open_checkpoint(folder), read_records(folder, results), folder)
 
@@ -173,7 +173,7 @@ def write_card(
     metadata: Mapping[str, Any] | None = None,
     results: Iterable[str | os.PathLike[str]] = (),
 ) -> list[str]:
-    """Writes or updates the card of a folder with a diffllama model. What people wrote into it stays.
+    """Write or updates the card of a folder with a diffllama model. What people wrote into it stays.
 
     Args:
         folder: the folder.

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers in result files of lm-evaluation-harness."""
+"""Scores in result files of lm-evaluation-harness."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +11,7 @@ from diffllama.hub_cards.sanitize import is_local_path
 
 
 def evaluation_rows(paths: Iterable[Path], known: Iterable[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-    """The numbers in result files and folders of these, for evaluation.json. Newer ones replace older and known ones.
+    """Read the scores of result files, and of folders with them, for evaluation.json. Newer scores replace older ones.
 
     Returns:
         Rows with `task`, `metric` and `value`, and `stderr`, `shots`, `samples`, `dataset`, `dataset_config`, `split`
@@ -32,12 +32,12 @@ def evaluation_rows(paths: Iterable[Path], known: Iterable[dict[str, Any]] = ())
 
 
 def row_key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What a row measures."""
+    """Return the key of a row: all fields that say what it measures."""
     return row["task"], row["metric"], row.get("shots")
 
 
 def incomplete_benchmark(content: dict[str, Any], task: str) -> str | None:
-    """Which part of its benchmark a task was evaluated on, and what to do; `None` if it was all of it."""
+    """Describe a partial evaluation of a task, and what to do about it; `None` if it was complete."""
     for subtask in (content.get("group_subtasks") or {}).get(task) or ():
         if fault := incomplete_benchmark(content, subtask):
             return fault
@@ -54,7 +54,7 @@ def incomplete_benchmark(content: dict[str, Any], task: str) -> str | None:
 
 
 def read_results(file: Path) -> list[dict[str, Any]]:
-    """The numbers in a result file."""
+    """Read the scores of a result file."""
     content = read_json(file)
     results = content.get("results")
     if not isinstance(results, dict) or not all(isinstance(numbers, dict) for numbers in results.values()):

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Paths of the local machine in texts and JSON files, which must not be published."""
+"""Local paths in texts and JSON files, which must not be published."""
 
 import re
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ ROOTS = re.compile(
     r"cluster|content|data(?:sets?|\d+)?|dev|efs|etc|fsx|gpfs|home|kaggle|lustre|media|mnt|net|nfs|opt|private|projects?|"
     r"root|scratch|shared|srv|storage|tmp|Users|usr|var|Volumes|work(?:space)?"
 )
-"""Top-level folders of machines. Other absolute paths may be parts of URLs, such as /v1/chat/completions."""
+"""Top-level folders of operating systems. Other absolute paths may be parts of URLs, such as /v1/chat/completions."""
 
 PATH_FIELDS = re.compile(r"(?i)(?:path|file|dir|folder)$")
-"""Names of JSON fields that hold paths."""
+"""Names of JSON fields whose values are paths."""
 
 
 def is_local_path(value: Any, field: str = "") -> bool:
@@ -41,14 +41,14 @@ def contains_local_path(value: Any, field: str = "") -> bool:
 
 
 def strip_local_paths(content: Any) -> Any:
-    """A JSON value without the fields whose value is a local path."""
+    """Return a JSON value without the fields whose value is a local path."""
     if isinstance(content, dict):
         return {name: strip_local_paths(value) for name, value in content.items() if not is_local_path(value, name)}
     return [strip_local_paths(value) for value in content] if isinstance(content, list) else content
 
 
 def json_strings(content: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """The texts in a JSON value, each with its place, such as `layers[0].name`."""
+    """Yield the texts in a JSON value, each with its place, such as `layers[0].name`."""
     if isinstance(content, str):
         yield where, content
     elif isinstance(content, dict):
@@ -60,7 +60,7 @@ def json_strings(content: Any, where: str = "") -> Iterator[tuple[str, str]]:
 
 
 def json_words(content: Any) -> Iterator[str]:
-    """The texts in a JSON value and the names of its fields."""
+    """Yield the texts in a JSON value and the names of its fields."""
     if isinstance(content, str):
         yield content
     elif isinstance(content, dict):

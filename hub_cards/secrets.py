@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Secrets in texts: matches of detect-secrets' patterns, and of patterns that it lacks, that look random."""
+"""Secrets in texts: random-looking matches of detect-secrets' patterns and of some that it lacks."""
 
 import math
 import re
@@ -44,7 +44,7 @@ PLACEHOLDERS = re.compile(r"(?i)(?:user(?:name)?|pass(?:word|wd)?|pwd|token|secr
 
 @cache
 def patterns() -> list[tuple[str, re.Pattern[str]]]:
-    """Pairs of a type of secret and a pattern."""
+    """Return pairs of a type of secret and a pattern."""
     detectors: dict[str, Any] = get_mapping_from_secret_type_to_class()
     known = [(secret_type, re.compile(pattern)) for secret_type, pattern in MORE.items()]
     return known + [(name, pattern) for name in DETECT_SECRETS for pattern in vars(detectors[name])["denylist"]]
@@ -55,7 +55,7 @@ def looks_random(text: str) -> bool:
     run = max(re.findall(r"[A-Za-z0-9]+", text), key=len, default="")
     entropy = -sum(
         count / len(run) * math.log2(count / len(run)) for count in Counter(run).values()
-    )  # bits a character
+    )  # bits per character
     mixed = any(c.isdigit() for c in run) and any(c.isalpha() for c in run)
     return len(run) >= 16 and entropy >= (3 if mixed else 3.8)
 
@@ -68,7 +68,7 @@ def is_secret(secret_type: str, match: re.Match[str]) -> bool:
 
 
 def find_secrets(text: str) -> Iterator[str]:
-    """Describes the secrets in a text by type and first characters, each type once."""
+    """Describe the secrets in a text by type and first characters, each type once."""
     starts: set[str] = set()
     for secret_type, pattern in patterns():
         match = next((match for match in pattern.finditer(text) if is_secret(secret_type, match)), None)
@@ -82,7 +82,7 @@ def find_secrets(text: str) -> Iterator[str]:
 
 
 def decode(data: bytes) -> str:
-    """The text of a file in UTF-8, or in UTF-16 or UTF-32 where at least a quarter of its bytes are zero."""
+    """Decode a file as UTF-8, or as UTF-16 or UTF-32 if at least a quarter of its bytes are zero."""
     if 4 * data.count(0) >= len(data):
         return data.replace(b"\0", b"").decode("latin-1")
     return data.decode("utf-8", errors="replace")

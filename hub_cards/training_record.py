@@ -18,7 +18,7 @@ ARGUMENTS = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
     *("bf16", "fp16", "label_smoothing_factor", "load_best_model_at_end", "seed"),
 )
-"""Training arguments that determine the result. The others are about the machine, its paths, logs and tokens."""
+"""Training arguments that determine the result. The others concern the machine, paths, logs and tokens."""
 
 STATE = ("global_step", "epoch", "train_batch_size", "num_input_tokens_seen", "total_flos")
 """Fields of trainer_state.json that are recorded."""
@@ -33,21 +33,21 @@ class UnpickledStub:
     """
 
     def __new__(cls, *args: Any) -> Any:
-        """The only argument, the value of the member that two arguments name, or a new object."""
+        """Return the only argument, the value of the member that two arguments name, or a new object."""
         if len(args) == 2 and args[0] is cls:
             return enum_value(args[1])
         return args[0] if len(args) == 1 else super().__new__(cls)
 
 
 def enum_value(name: str) -> str:
-    """The value of a member of the enumerations among `ARGUMENTS`."""
+    """Return the value of a member of the enumerations among `ARGUMENTS`."""
     from transformers.training_args import OptimizerNames, SchedulerType  # imports peft, which takes seconds
 
     return next((kind[name].value for kind in (OptimizerNames, SchedulerType) if name in kind.__members__), name)
 
 
 def training_record(folder: Path) -> dict[str, Any] | None:
-    """The record of the training that a folder comes from, for training.json; `None` if there is none.
+    """Return the record of a folder's training for training.json, `None` if there is none.
 
     Args:
         folder: a checkpoint or an output folder of the Trainer (training_args.bin, trainer_state.json), or a folder
@@ -71,7 +71,7 @@ def training_record(folder: Path) -> dict[str, Any] | None:
         if isinstance(processes, int):
             record["processes"] = processes
     if (folder / "trainer_state.json").is_file():
-        # A checkpoint has its own step's weights, an output folder may have those of the best step
+        # A checkpoint has the weights of its step, an output folder may have those of the best step
         best = record.get("arguments", {}).get("load_best_model_at_end") and not folder.name.startswith("checkpoint-")
         record |= state_and_losses(read_json(folder / "trainer_state.json"), bool(best))
     if not record and (folder / "training.json").is_file():
@@ -80,7 +80,7 @@ def training_record(folder: Path) -> dict[str, Any] | None:
 
 
 def state_and_losses(state: Mapping[str, Any], best: bool) -> dict[str, Any]:
-    """`state` and `losses` from a trainer_state.json, of the best step's weights or of the last one's."""
+    """Read `state` and `losses` from trainer_state.json, of the best step's weights or of the last step's."""
     recorded = {name: state[name] for name in STATE if state.get(name)}
     log = [entry for entry in state.get("log_history") or () if isinstance(entry, dict)]
     losses, evaluations = (
@@ -95,12 +95,12 @@ def state_and_losses(state: Mapping[str, Any], best: bool) -> dict[str, Any]:
 
 
 def read_arguments(path: Path) -> UnpickledStub:
-    """The object in a training_args.bin, with its attributes. None of its classes is created."""
+    """Read the object in training_args.bin and its attributes, without creating any class that it names."""
     try:
         names = get_unsafe_globals_in_checkpoint(path)
         with safe_globals([(UnpickledStub, name) for name in names]):
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch can fail anywhere when it reads a damaged or hostile pickle
+    except Exception as error:  # torch raises any class for a damaged or hostile pickle
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path} cannot be read safely as training arguments: {reason}") from error
     if not isinstance(content, UnpickledStub):
@@ -109,7 +109,7 @@ def read_arguments(path: Path) -> UnpickledStub:
 
 
 def training_rows(record: Mapping[str, Any]) -> dict[str, str]:
-    """The table of a training for the card: label -> value."""
+    """Return the table of a training for the card: label -> value."""
     arguments, state, losses = (record.get(name) or {} for name in ("arguments", "state", "losses"))
 
     def text(value: Any, spec: str = "", suffix: str = "") -> str:

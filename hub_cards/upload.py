@@ -33,18 +33,18 @@ REPLACED = (
     f"{_STEM}-*.safetensors",
     *(name for name in AUXILIARY_FILES if not name.startswith(("LICEN", "NOTICE"))),
 )
-"""Files that transformers would load: those on the Hub that the folder lacks are deleted."""
+"""Files that transformers loads. Those that the folder lacks are deleted on the Hub."""
 
 
 @dataclass(frozen=True)
 class UploadPlan:
-    """What `push` is about to do.
+    """Plan of an upload.
 
     Attributes:
         repo: the repository, `owner/name`.
         revision: the branch or pull request; `None` is the main branch.
         creates_repo: whether the repository does not exist yet.
-        private: whether it is, or will be, private.
+        private: whether the repository is, or will be, private.
         files: path in the repository -> bytes.
         deleted: files of the repository that the folder lacks and that are deleted, see `REPLACED`.
         findings: the notes about the folder.
@@ -61,10 +61,10 @@ class UploadPlan:
 
 @dataclass(frozen=True)
 class UploadResult:
-    """What `push` did.
+    """Result of an upload.
 
     Attributes:
-        url: of the commit or the pull request.
+        url: URL of the commit or the pull request.
         commit: the commit with the files, to which the card's code is pinned.
         changed: whether anything was committed.
     """
@@ -86,7 +86,7 @@ def push(
     allow: Sequence[str] = (),
     show: Callable[[UploadPlan], None] | None = None,
 ) -> UploadResult:
-    """Uploads a folder with a diffllama model to the Hub, if `check` finds no errors in it.
+    """Upload a folder with a diffllama model to the Hub, if `check` finds no errors in it.
 
     Large files that were uploaded before are not uploaded again, so that repeating an interrupted push resumes it. The
     files are one commit; a second one pins the card's code to the first. What people wrote into the card on the Hub
@@ -109,7 +109,7 @@ def push(
             `private`, has no model despite `code_only`, or has another model; or the handwritten texts of both cards
             differ.
         PermissionError: there is no token.
-        huggingface_hub.errors.HfHubHTTPError: the Hub refuses, also because somebody else has pushed meanwhile.
+        huggingface_hub.errors.HfHubHTTPError: the Hub refuses, for example because somebody else has pushed meanwhile.
     """
     check_arguments(folder, allow, repo, revision, create_pr)
     folder = Path(os.path.abspath(folder))
@@ -157,7 +157,7 @@ def push(
     )
     pin, old_pin = files_commit.oid, pinned_revision(old_card)
     if old_pin is not None and remote.files_at(old_pin) == remote.files_at(pin):
-        pin = old_pin  # the files have not changed
+        pin = old_pin  # no file has changed
     if code_only:
         new_card = pin_revision(old_card, pin)
     else:
@@ -172,7 +172,7 @@ def push(
 
 
 class Remote:
-    """A repository on the Hub as it was when this object was created. It may not exist yet.
+    """Snapshot of a repository on the Hub, which may not exist yet.
 
     Attributes:
         exists: whether the repository exists.
@@ -211,13 +211,13 @@ class Remote:
         self.files = sorted(sibling.rfilename for sibling in info.siblings or ())
 
     def read(self, name: str) -> str:
-        """The text of a file; empty if it does not exist."""
+        """Return the text of a file, "" if it does not exist."""
         if name not in self.files:
             return ""
         return Path(self.api.hf_hub_download(self.repo, name, revision=self.start)).read_text(encoding="utf-8-sig")
 
     def config(self) -> dict[str, Any]:
-        """The configuration of the model; empty if it does not exist."""
+        """Return the configuration of the model, {} if it does not exist."""
         try:
             content = json.loads(self.read("config.json") or "{}")
         except ValueError as error:
@@ -225,7 +225,7 @@ class Remote:
         return content if isinstance(content, dict) else {"model_type": None}
 
     def create(self, private: bool) -> None:
-        """Creates repository and branch, if they do not exist."""
+        """Create repository and branch, if they do not exist."""
         if not self.exists:
             self.api.create_repo(self.repo, private=private)
             self.start = self.head = self.api.model_info(self.repo).sha
@@ -235,7 +235,7 @@ class Remote:
     def commit(
         self, operations: Sequence[CommitOperationAdd | CommitOperationDelete], message: str, create_pr: bool
     ) -> CommitInfo:
-        """Adds a commit to `head`. The Hub refuses if somebody else has added one since."""
+        """Add a commit to `head`. The Hub refuses if somebody else has added one since."""
         commit = self.api.create_commit(
             self.repo,
             operations,
@@ -248,7 +248,7 @@ class Remote:
         return commit
 
     def files_at(self, commit: str) -> dict[str, str]:
-        """Path -> hash of the files of a commit, without its card. Empty if there is no such commit."""
+        """Return the files of a commit without its card: path -> hash. Empty if the commit does not exist."""
         try:
             entries = list(self.api.list_repo_tree(self.repo, recursive=True, revision=commit))
         except RevisionNotFoundError:

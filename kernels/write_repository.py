@@ -23,7 +23,7 @@ SOURCE = Path(__file__).resolve().parent
 
 
 def write_repository(dest: Path) -> None:
-    """Writes the repository.
+    """Write the repository.
 
     Args:
         dest: the folder, which must not exist.

@@ -67,12 +67,12 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def refuse(name: str, value: Any, rule: str) -> NoReturn:
-    """Raises the error that names a field, its rule and its value. A long value is abbreviated."""
+    """Raise the error that names a field, its rule and its value. A long value is abbreviated."""
     raise StrictDataclassFieldValidationError(name, ValueError(f"`{name}` {rule}, got {reprlib.repr(value)}."))
 
 
 def check_bounds(name: str, value: Any, bounds: tuple[float, float]) -> None:
-    """Refuses a value that is not a number within bounds, or not an integer where the bounds are integers."""
+    """Refuse a value that is not a number within bounds, or not an integer where the bounds are integers."""
     low, high = bounds
     kind, noun = (int, "an integer") if isinstance(low, int) else (int | float, "a number")
     if not isinstance(value, kind) or not low <= value <= high:
@@ -238,7 +238,7 @@ class DifferentialLlamaConfig(PreTrainedConfig):
             self.base_model_tp_plan |= {k: whole[v] for k, v in self.base_model_tp_plan.items() if ".mlp." in k}
 
     def _check_inherited_fields(self, given: Mapping[str, Any]) -> None:
-        """Checks fields that transformers expands, converts or reads."""
+        """Check fields that transformers expands, converts or reads."""
         for name, (allowed, reason) in UNSUPPORTED.items():
             if not any(given.get(name, allowed[0]) is value for value in allowed):  # torch does not accept 1 for True
                 refuse(name, given[name], f"is not supported ({reason})")
@@ -272,13 +272,13 @@ class DifferentialLlamaConfig(PreTrainedConfig):
         return self.head_dim // 2 if self.diff_variant == "v1" else self.head_dim
 
     def rotary_config(self) -> "DifferentialLlamaConfig":
-        """A copy with `head_dim` set to `rotary_dim`, for transformers' code that rotates vectors of `head_dim`."""
+        """Copy the configuration with `head_dim` = `rotary_dim`, for transformers' code that rotates by `head_dim`."""
         config = copy.deepcopy(self)
         config.head_dim = self.rotary_dim
         return config
 
     def validate_rope(self) -> None:
-        """Checks `rope_parameters`, also against the rotated width `rotary_dim`."""
+        """Check `rope_parameters`, also against the rotated width `rotary_dim`."""
         lists = ("short_factor", "long_factor")
         given = (self.rope_parameters or {}).items()
         rope = {name: value for name, value in given if value is not None or name in lists}
@@ -314,7 +314,7 @@ class DifferentialLlamaConfig(PreTrainedConfig):
             raise ValueError(f"`rope_parameters`: {error.args[0]}") from error
 
     def validate_architecture(self) -> None:
-        """Checks the fields against each other."""
+        """Check the fields against each other."""
         self._check_inherited_fields(vars(self))
         if self.head_dim is None:
             rule = f"`hidden_size` ({self.hidden_size}) is not a multiple of the {self.num_signal_heads} signal heads"
@@ -353,7 +353,7 @@ class DifferentialLlamaConfig(PreTrainedConfig):
                 refuse(name, dropout, "must be a number in [0, 1)")
 
     def validate_layer_type(self) -> None:
-        """Checks the fields that have an entry for each layer, and `sliding_window`."""
+        """Check the fields that have an entry for each layer, and `sliding_window`."""
         for name, values in (("layer_types", LAYER_TYPES), ("no_rope_layers", (0, 1)), ("lambda_init", None)):
             entries = getattr(self, name)
             if not isinstance(entries, list):

@@ -27,12 +27,12 @@ def exponential_lambda_init(layer_idx: int) -> float:
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which λ, norms and softmax are computed: float32, or float64 in a float64 model."""
+    """Return the dtype in which λ, norms and softmax are computed: float32, or float64 in a float64 model."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def pad_queries(query: torch.Tensor, r: int) -> torch.Tensor:
-    """Pads queries with zeros, [b, n, H, d] -> [b, n, H, 2d]: after a group's r signals and before its noise."""
+    """Pad queries with zeros, [b, n, H, d] -> [b, n, H, 2d]: after a group's r signals and before its noise."""
     groups = query.unflatten(-2, (-1, r + 1))
     halves = groups.new_zeros(*groups.shape[:-2], 2 * r + 2, groups.shape[-1])  # s, 0, …, s, 0, 0, noise
     halves[..., : 2 * r : 2, :], halves[..., -1, :] = groups[..., :r, :], groups[..., r, :]
@@ -40,7 +40,7 @@ def pad_queries(query: torch.Tensor, r: int) -> torch.Tensor:
 
 
 def join_keys(key: torch.Tensor) -> torch.Tensor:
-    """Joins the signal key and the noise key of each of h key/value heads: [b, n, 2h, d] -> [b, n, h, 2d]."""
+    """Join the signal key and the noise key of each of h key/value heads: [b, n, 2h, d] -> [b, n, h, 2d]."""
     return key.unflatten(-2, (-1, 2)).flatten(-2)
 
 
@@ -55,7 +55,7 @@ def vector_lambda(
 
 
 def combine_maps(output: torch.Tensor, differential_lambda: torch.Tensor, r: int) -> torch.Tensor:
-    """Subtracts λ·noise from each signal: outputs [b, n, H, D] and λ, [1] or [b, n, s, 1] -> [b, n, s, D].
+    """Subtract λ·noise from each signal: outputs [b, n, H, D] and λ, [1] or [b, n, s, 1] -> [b, n, s, D].
 
     λ is a tensor with a dimension, so that it promotes half-precision outputs: the difference is computed in float32.
     """
@@ -65,7 +65,7 @@ def combine_maps(output: torch.Tensor, differential_lambda: torch.Tensor, r: int
 
 
 def differential_maps(maps: torch.Tensor, differential_lambda: torch.Tensor, r: int) -> torch.Tensor:
-    """Applies `combine_maps` to softmax maps: [b, H, n, m] and λ, [1] or [b, n, s, 1] -> signed maps [b, s, n, m]."""
+    """Apply `combine_maps` to softmax maps: [b, H, n, m] and λ, [1] or [b, n, s, 1] -> signed maps [b, s, n, m]."""
     return combine_maps(maps.transpose(1, 2), differential_lambda, r).transpose(1, 2)
 
 

@@ -49,7 +49,7 @@ MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_slidi
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a mask to add to scores: the lowest number of `dtype` where a boolean mask is false; else clamps."""
+    """Return a mask to add to scores: the lowest number of `dtype` where a boolean mask is false; else clamps."""
     lowest = torch.finfo(dtype).min
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, lowest)
@@ -57,7 +57,7 @@ def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def check_attention_mask(mask: Any, b: int, n: int, cache: Cache | None) -> None:
-    """Raises `ValueError` for a mask that transformers would misread: four-dimensional integers, or a shape other than
+    """Raise `ValueError` for a mask that transformers would misread: four-dimensional integers, or a shape other than
     [b, tokens]: those in `cache` (or the size of a static cache) and n new ones."""
     shape, dtype = tuple(mask.shape), getattr(mask, "dtype", None)  # flex_attention's own masks have no dtype
     if len(shape) == 4:
@@ -76,14 +76,14 @@ def check_attention_mask(mask: Any, b: int, n: int, cache: Cache | None) -> None
 
 
 def bidirectional(layer_type: str, config: DiffLlamaConfig, n: int, cache: Cache | None) -> Callable[..., torch.Tensor]:
-    """Returns the mask function of a non-causal layer: all tokens in its window, not a static cache's free slots."""
+    """Return the mask function of a non-causal layer: all tokens in its window, not a static cache's free slots."""
     window = config.sliding_window if layer_type == "sliding_attention" else math.inf
     total = math.inf if cache is None else cache.get_seq_length() + n
     return lambda batch, head, query, key: ((query - key).abs() < window) & (key < total)
 
 
 def check_packing(position_ids: torch.Tensor, b: int, cache: Cache | None, flash: bool) -> None:
-    """Raises `ValueError` for packed sequences that follow tokens in `cache`, or with flash attention in many rows."""
+    """Raise `ValueError` for packed sequences that follow tokens in `cache`, or with flash attention in many rows."""
     if cache is None and (b == 1 or not flash):
         return
     if position_ids.shape[-1] > 1 and not torch.compiler.is_compiling() and (position_ids.diff() <= 0).any():
@@ -289,14 +289,14 @@ class DifferentialLlamaPreTrainedModel(PreTrainedModel):
         modeling_auto.AutoModel.register(type(config), DifferentialLlamaModel, exist_ok=True)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Keeps the class name in checkpoints under FSDP2, which gives a sharded model a subclass made by torch."""
+        """Keep the class name in checkpoints under FSDP2, which gives a sharded model a subclass made by torch."""
         super().__init_subclass__(**kwargs)
         if cls.__module__.startswith("torch."):
             own = next(base for base in cls.__mro__ if not base.__module__.startswith("torch."))
             cls.__module__, cls.__name__, cls.__qualname__ = own.__module__, own.__name__, own.__qualname__
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """The requested attention function. The default is `diff_attention` for V1 if registered, otherwise `sdpa`."""
+        """Return the requested attention function; by default `diff_attention` for V1 if registered, else `sdpa`."""
         if requested_attention is None and self.config.diff_variant == "v1":
             requested_attention = DIFF_ATTENTION if DIFF_ATTENTION in ALL_ATTENTION_FUNCTIONS.valid_keys() else None
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
@@ -327,7 +327,7 @@ class DifferentialLlamaModel(DifferentialLlamaPreTrainedModel):
     def layer_masks(
         self, inputs_embeds: torch.Tensor, attention_mask: Any, position_ids: Any, cache: Cache | None, is_causal: Any
     ) -> list[Any]:
-        """Returns each layer's mask. Arguments and errors as in `forward`; `is_causal` overrides the layers' values."""
+        """Return each layer's mask. Arguments and errors as in `forward`; `is_causal` overrides the layers' values."""
         (b, n, _), config = inputs_embeds.shape, self.config
         assert config.layer_types is not None  # set when the configuration is made
         kinds = [
@@ -443,7 +443,7 @@ class DifferentialLlamaForCausalLM(DifferentialLlamaPreTrainedModel, GenerationM
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Returns `logits` [b, n, vocab_size], `loss` if there are `labels` [b, n], and `DiffLlamaModel`'s outputs.
+        """Return `logits` [b, n, vocab_size], `loss` if there are `labels` [b, n], and `DiffLlamaModel`'s outputs.
 
         `labels` are shifted here; -100 is ignored. `logits_to_keep` is the number of last tokens that get logits (0:
         all), or the tokens' indices. See `DiffLlamaModel.forward` for the other arguments.
@@ -460,7 +460,7 @@ class DifferentialLlamaForCausalLM(DifferentialLlamaPreTrainedModel, GenerationM
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, past_key_values: Cache | None = None, inputs_embeds: Any = None, **kwargs: Any
     ) -> dict[str, Any]:  # `generate` requires `inputs_embeds` in this signature
-        """Returns the inputs of a step of `generate`. LongRoPE changes its frequencies when a sequence exceeds
+        """Return the inputs of a step of `generate`. LongRoPE changes its frequencies when a sequence exceeds
         `original_max_position_embeddings`: that step computes the whole sequence again, without the old KV cache."""
         rope = self.config.rope_parameters
         limit = rope["original_max_position_embeddings"] if rope["rope_type"] == "longrope" else None
@@ -471,7 +471,7 @@ class DifferentialLlamaForCausalLM(DifferentialLlamaPreTrainedModel, GenerationM
         return super().prepare_inputs_for_generation(input_ids, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepares continuous batching for `generate_batch` and servers. Raises `ValueError` for LongRoPE.
+        """Prepare continuous batching for `generate_batch` and servers. Raises `ValueError` for LongRoPE.
 
         Continuous batching rejects the name `diff_attention`: the configuration names `sdpa` while the layers compute
         `diff_attention`.

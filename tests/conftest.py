@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` where there is no CUDA device."""
+    """Skip tests marked `gpu` where there is no CUDA device."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def less_garbage() -> Iterator[None]:
-    """Keeps what was imported out of the garbage collection before each training, which takes most of its time."""
+    """Keep what was imported out of the garbage collection before each training, which takes most of its time."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -38,7 +38,7 @@ def less_garbage() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def static_shapes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compiles flex_attention for the shapes at hand.
+    """Compile flex_attention for the shapes at hand.
 
     After several shapes torch would compile for all at once, and its C++ for that does not always compile on the CPU
     (torch 2.13: `cur_kvSplitSize2` was not declared).

@@ -138,7 +138,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
             newest = repository.refs["main"]
 
         def elsewhere(code: str, *arguments: str, home: str, token: str | None = None, offline: bool = False) -> Answer:
-            """Runs code in a process of another machine."""
+            """Run code in a process of another machine."""
             before = len(hub.requests)
             (work / home).mkdir(exist_ok=True)
             environment = hub.environment(work / home, token) | {"HF_HUB_OFFLINE": str(int(offline))}

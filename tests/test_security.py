@@ -59,7 +59,7 @@ def outcome(auto, *args, **kwargs):
 
 
 def facts(code: str, work: Path) -> dict[str, str]:
-    """Runs code that fills the dictionary `facts`, in a fresh process that has its caches in `work`."""
+    """Run code that fills the dictionary `facts`, in a fresh process that has its caches in `work`."""
     caches = {"HF_HOME": str(work), "HF_HUB_CACHE": str(work / "hub"), "HF_MODULES_CACHE": str(work / "modules")}
     return subprocess_runner.facts(PRELUDE + code, caches | {"HF_HUB_OFFLINE": "1"}, cwd=work)
 
@@ -119,7 +119,7 @@ def test_with_the_package_code_of_tokenizer_and_generation_runs_only_if_trusted(
 
 
 def commit(work: Path, repository: str, hexadecimal: str, runs: bool = True, code_of: str | None = None) -> None:
-    """Puts a commit of a repository into the Hub's cache and makes it `main`; with code of its own or of another."""
+    """Put a commit of a repository into the Hub's cache and make it `main`, with its own code or that of another."""
     cached = work / "hub" / f"models--{repository.replace('/', '--')}"
     folder = save(cached / "snapshots" / (40 * hexadecimal), runs=runs)
     if code_of is not None:

@@ -108,7 +108,7 @@ def texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[st
 
 
 def make(work: Path) -> None:
-    """Exports models of every kind to `work`, and beside each folder what the package computes, also in float64."""
+    """Export models of every kind to `work`, and beside each folder what the package computes, also in float64."""
     from diffllama.hub_cards.hub_folder import export
     from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer
 
@@ -125,7 +125,7 @@ def make(work: Path) -> None:
 
 
 def check(work: Path, exactly: bool) -> dict[str, Any]:
-    """Loads every folder in `work` by its code. Returns what differs, and what there is to know about this process."""
+    """Load every folder in `work` by its code. Returns what differs, and what there is to know about this process."""
     equal, rounded, faults = 0, 0, []
     for folder in sorted(path for path in work.iterdir() if path.is_dir()):
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
@@ -170,7 +170,7 @@ def run(python: str, work: Path, caches: Path, exactly: bool) -> dict[str, Any]:
 
 
 def main(environments: list[str]) -> None:
-    """Makes the folders, loads them in every environment and fails if anything differs."""
+    """Make the folders, loads them in every environment and fails if anything differs."""
     newest = importlib.metadata.version("transformers")
     wanted = dict(environment.split("=", 1) for environment in environments) | {newest: sys.executable}
     if len(wanted) != 3:

@@ -27,7 +27,7 @@ LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
 def train_lambdas(model: "PeftModel") -> "PeftModel":
-    """Makes the λ vectors, four [d] in every layer of a V1 model, trainable together with the model's adapter.
+    """Make the λ vectors, four [d] in every layer of a V1 model, trainable together with the model's adapter.
 
     Afterwards, `model.save_pretrained`, a Trainer's checkpoints and `push_to_hub` write them into the adapter's file,
     too. Loading does not need this function: peft and transformers load them with the adapter. To train a loaded

@@ -27,13 +27,13 @@ class StopOnNonFiniteCallback(TrainerCallback):
     """
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Turns off the Trainer's filter of NaN losses."""
+        """Turn off the Trainer's filter of NaN losses."""
         args.logging_nan_inf_filter = False
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        """Checks the gradients."""
+        """Check the gradients."""
         if scales_losses(args):
             return
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -53,7 +53,7 @@ class StopOnNonFiniteCallback(TrainerCallback):
             )
 
     def on_log(self, args: TrainingArguments, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Checks the logged loss and gradient norm."""
+        """Check the logged loss and gradient norm."""
         for name in ("loss", "grad_norm"):
             value = (logs or {}).get(name, 0.0)
             if not (math.isfinite(value) or (scales_losses(args) and name == "grad_norm")):

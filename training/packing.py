@@ -34,7 +34,7 @@ PACKING = 1
 
 
 def find_files(files: str | list[str]) -> list[Path]:
-    """Finds the files of paths, folders and patterns, in order.
+    """Find the files of paths, folders and patterns, in order.
 
     Folders and patterns give visible files with a known suffix. Raises `ValueError` for a name without such files.
     """
@@ -56,7 +56,7 @@ def find_files(files: str | list[str]) -> list[Path]:
 
 
 def file_format(path: Path) -> str | None:
-    """Returns the loader of `datasets` for a file, or `None`."""
+    """Return the loader of `datasets` for a file, or `None`."""
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in COMPRESSED]
     return FORMATS.get(suffixes[-1]) if suffixes else None
 
@@ -110,7 +110,7 @@ DEFAULTS = {name: field.default for name, field in inspect.signature(read_docume
 
 
 def iter_column(rows: Iterable[dict[str, Any]], column: str) -> Iterator[str]:
-    """Yields the texts in one column, without missing ones. Raises `ValueError` if it has something else."""
+    """Yield the texts in one column, without missing ones. Raises `ValueError` if it has something else."""
     for row in rows:
         if column not in row:
             columns = ", ".join(f"`{name}`" for name in row)
@@ -124,7 +124,7 @@ def iter_column(rows: Iterable[dict[str, Any]], column: str) -> Iterator[str]:
 def pack(
     documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int, max_tokens: int | None = None
 ) -> Iterator[dict[str, list[int]]]:
-    """Packs documents into sequences of `length` tokens.
+    """Pack documents into sequences of `length` tokens.
 
     Each document is tokenised and ends with the EOS token. Tokens that do not fill the last sequence, or come after
     `max_tokens`, are dropped. Documents without text are skipped.
@@ -142,7 +142,7 @@ def pack(
 
 
 def tokenised(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Yields the tokens of batches of about `BATCH` characters, with the EOS token after each document."""
+    """Yield the tokens of batches of about `BATCH` characters, with the EOS token after each document."""
     end = tokenizer.eos_token_id
 
     def encode(batch: list[str]) -> list[int]:
@@ -162,18 +162,18 @@ def tokenised(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> I
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises `ValueError` if the tokenizer has no EOS token."""
+    """Raise `ValueError` if the tokenizer has no EOS token."""
     if tokenizer.eos_token_id is None:
         raise ValueError(f"The tokenizer {tokenizer.name_or_path} must have an `eos_token`, to end documents.")
 
 
 def too_short(length: int, tokens: int) -> ValueError:
-    """Returns the error for a text that is shorter than a sequence."""
+    """Return the error for a text that is shorter than a sequence."""
     return ValueError(f"`data` must have text for at least one sequence of {length} tokens, got {tokens} tokens.")
 
 
 def resolve_revision(source: dict[str, Any]) -> dict[str, Any]:
-    """Replaces the branch or tag of a repository of the Hub by its commit, if the Hub can be reached."""
+    """Replace the branch or tag of a repository of the Hub by its commit, if the Hub can be reached."""
     dataset, revision = source.get("dataset"), source.get("revision")
     if not dataset or Path(dataset).exists() or REGEX_COMMIT_HASH.fullmatch(revision or ""):
         return source
@@ -184,7 +184,7 @@ def resolve_revision(source: dict[str, Any]) -> dict[str, Any]:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase, length: int, max_tokens: int | None = None, **source: Any) -> str:
-    """Computes a fingerprint, 32 hexadecimal digits, that differs if `load_packed_dataset` returns other sequences.
+    """Compute a fingerprint, 32 hexadecimal digits, that differs if `load_packed_dataset` returns other sequences.
 
     The arguments are those of `load_packed_dataset`; add `streaming=True` for a `PackedStream`. Branches and tags are
     not resolved to commits.
@@ -215,7 +215,7 @@ def load_packed_dataset(
     cache_dir: str | None = None,
     **source: Any,
 ) -> Dataset:
-    """Packs text into sequences for a causal language model, as a memory-mapped dataset.
+    """Pack text into sequences for a causal language model, as a memory-mapped dataset.
 
     The first call tokenises and packs the text, with a progress bar. Later calls with the same text, tokenizer and
     length load the result from the cache of `datasets`.
@@ -318,7 +318,7 @@ class PackedStream(IterableDataset):
             self.states.append({"sequences": done, "rows": None, "rest": [], "skip": skip})
 
     def state(self, sequences: int) -> dict[str, Any]:
-        """Returns the JSON state from which another stream resumes after `sequences`. Forgets earlier states."""
+        """Return the JSON state from which another stream resumes after `sequences`. Forgets earlier states."""
         while len(self.states) > 1 and self.states[1]["sequences"] <= sequences:
             del self.states[0]
         state = self.states[0]

@@ -49,7 +49,7 @@ OTHERS = ("checkpoint-*", "config.json", "adapter_config.json", "*.safetensors",
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Reads a file with `read_sections`, and also checks the fields of `model` and `training`. Raises likewise."""
+    """Read a file with `read_sections`, and also check the fields of `model` and `training`. Raises likewise."""
     settings = read_sections(path)
     fields = dict.fromkeys([*MODEL_SOURCES, *(field.name for field in dataclasses.fields(DiffLlamaConfig))])
     settings["model"] = check_fields(settings["model"], fields, f"{path}: `model`")
@@ -64,7 +64,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def accumulation(settings: Mapping[str, Any], processes: int) -> int:
-    """Computes the gradient accumulation steps. Raises `ValueError` if a batch does not divide `tokens_per_step`."""
+    """Compute the gradient accumulation steps. Raises `ValueError` if a batch does not divide `tokens_per_step`."""
     batch = settings["training"].get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size)
     tokens = batch * settings["sequence_length"] * processes
     if tokens < 1 or settings["tokens_per_step"] % tokens:
@@ -77,7 +77,7 @@ def accumulation(settings: Mapping[str, Any], processes: int) -> int:
 
 
 def training_arguments(settings: Mapping[str, Any], of_baseline: bool) -> TrainingArguments:
-    """Makes the Trainer's arguments.
+    """Make the Trainer's arguments.
 
     Raises `ValueError` for arguments that are computed here, for checkpoints from which a training cannot resume, for
     evaluation without text (or text without evaluation), and for several GPUs in one process.
@@ -114,7 +114,7 @@ def training_arguments(settings: Mapping[str, Any], of_baseline: bool) -> Traini
 def build_model(
     fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, length: int, of_baseline: bool
 ) -> PreTrainedModel:
-    """Builds or loads the model to train, in float32: a new one or a checkpoint, or the matched Transformer of either.
+    """Build or load the model to train, in float32: a new one or a checkpoint, or the matched Transformer of either.
 
     `fields` is the section `model`, and `length` the sequence length in tokens.
 
@@ -167,7 +167,7 @@ CHECKPOINT_FILES = {
 
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Makes a batch of packed sequences [b, n], with labels for next-token prediction."""
+    """Make a batch of packed sequences [b, n], with labels for next-token prediction."""
     input_ids = torch.tensor([row["input_ids"] for row in rows])
     labels = input_ids.clone()
     labels[:, 0] = -100  # the first token is not predicted; older Trainers would count it
@@ -175,7 +175,7 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """Finds the newest complete checkpoint in a Trainer's output folder, for `resume_from_checkpoint`; `None` if none.
+    """Find the newest complete checkpoint in a Trainer's output folder, for `resume_from_checkpoint`; `None` if none.
 
     The Trainer writes its state last, so a checkpoint without it is incomplete and is skipped.
 
@@ -201,7 +201,7 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def check_folder(folder: Path, record: Mapping[str, Any]) -> None:
-    """Raises `ValueError` if the folder has another model, or a training with other settings."""
+    """Raise `ValueError` if the folder has another model, or a training with other settings."""
     if not (folder / RECORD).is_file():
         for other in OTHERS:
             if file := next(folder.glob(other), None):
@@ -216,14 +216,14 @@ def check_folder(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def from_main_process(make: Callable[[], Any]) -> Any:
-    """Calls `make` on the main process and returns the result on every process."""
+    """Call `make` on the main process and return the result on every process."""
     values = [make() if PartialState().is_main_process else None]
     broadcast_object_list(values)
     return values[0]
 
 
 def resolve_source(source: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Resolves the text's commit: that with which the training in the folder began, else the newest of its branch."""
+    """Resolve the text's commit: that with which the training in the folder began, else the newest of its branch."""
     begun = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
     if COMMIT in begun and begun.get(REVISION) == source.get("revision"):
         return source | {"revision": begun[COMMIT]}
@@ -231,7 +231,7 @@ def resolve_source(source: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def make_record(settings: Mapping[str, Any], source: Mapping[str, Any], sequences: str) -> dict[str, Any]:
-    """Makes the record of settings that must not change when a training is resumed. The attention function may.
+    """Make the record of settings that must not change when a training is resumed. The attention function may.
 
     `source` has the commit of a repository, and `sequences` is the fingerprint of the packed sequences.
     """
@@ -266,12 +266,12 @@ class StreamCallback(TrainerCallback, ExportableState):
             self.checkpoint = None
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stores the stream's position, and sets the epoch, which a resumed Trainer counts from 0."""
+        """Store the stream's position, and set the epoch, which a resumed Trainer counts from 0."""
         self.position = self.stream.state(state.global_step * self.per_step)  # forgets earlier positions
         state.epoch = state.global_step / state.max_steps
 
     def state(self) -> dict[str, Any]:
-        """Returns the state that the Trainer saves."""
+        """Return the state that the Trainer saves."""
         return {"args": {}, "attributes": {"stream": self.position}}
 
 
@@ -283,7 +283,7 @@ def train(
     record: Mapping[str, Any],
     of_baseline: bool,
 ) -> None:
-    """Trains, or resumes, in a folder that no other run uses. `pretrain` makes the arguments from its file."""
+    """Train, or resume, in a folder that no other run uses. `pretrain` makes the arguments from its file."""
     folder, length, data = Path(arguments.output_dir), settings["sequence_length"], settings["data"]
     held_out, per_step = data.get("evaluation_sequences", 0), settings["tokens_per_step"] // length
     checkpoint = last_checkpoint(folder)
@@ -332,7 +332,7 @@ def train(
 
 
 def pretrain(path: str | Path, of_baseline: bool = False) -> Path:
-    """Trains a language model on packed text, from scratch or from a checkpoint.
+    """Train a language model on packed text, from scratch or from a checkpoint.
 
     Called again with the same file, it resumes from the last complete checkpoint. If kernels are deterministic (on the
     CPU; on GPUs with `full_determinism`), the weights are the same as without interruption. The last step of an epoch

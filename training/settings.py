@@ -45,7 +45,7 @@ class Data(Section):
 
     @model_validator(mode="after")
     def check_streaming(self) -> "Data":
-        """Refuses fields that a stream does not support."""
+        """Refuse fields that a stream does not support."""
         if self.streaming and self.dataset is None:
             raise ValueError("`data.streaming` needs `data.dataset`, a repository or a folder.")
         for name in {"files", "max_tokens", "cache_dir"} & self.model_fields_set if self.streaming else ():
@@ -65,7 +65,7 @@ class Pretraining(Section):
 
 
 def validate(section: type[Section], values: Any, where: str) -> dict[str, Any]:
-    """Returns the checked values of a section, with floats such as 1e3 converted to integers.
+    """Return the checked values of a section, with floats such as 1e3 converted to integers.
 
     Raises `ValueError` that names the file and section (`where`), the first invalid field, its value and the rule.
     """
@@ -93,14 +93,14 @@ def validate(section: type[Section], values: Any, where: str) -> dict[str, Any]:
 
 
 def check_fields(values: Mapping[str, Any], types: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Checks field names and numbers, given the types of all known fields. Returns and raises as `validate`."""
+    """Check field names and numbers, given the types of all known fields. Returns and raises as `validate`."""
     numbers = {int: Whole, float: float}
     fields: dict[str, Any] = {name: (numbers.get(kind, Any), None) for name, kind in types.items()}
     return validate(create_model("Fields", __base__=Section, **fields), values, where)
 
 
 def read_sections(path: Path) -> dict[str, Any]:
-    """Reads the sections of a pre-training file, which override those of its recipe.
+    """Read the sections of a pre-training file, which override those of its recipe.
 
     The fields of `model` and `training` are not checked.
 

@@ -21,7 +21,7 @@ MEASURING = "diffllama_measuring"
 
 
 def signals_and_noise(heads: torch.Tensor, r: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Splits heads [b, H, …] in groups of r signals and their noise into signals and each signal's noise, [b, s, …]."""
+    """Split heads [b, H, …] in groups of r signals and their noise into signals and each signal's noise, [b, s, …]."""
     groups = heads.unflatten(1, (-1, r + 1))
     return groups[:, :, :r].flatten(1, 2), groups[:, :, r:].expand(-1, -1, r, -1, -1).flatten(1, 2)
 
@@ -37,7 +37,7 @@ def measuring_attention(
     report: Callable[[dict[str, float]], None],
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes eager attention and reports the layer's values of `differential_stats`."""
+    """Compute eager attention and report the layer's values of `differential_stats`."""
     kwargs |= {"output_attentions": True, "output_softmax_maps": True}  # peft passes the former
     output, maps = eager_attention_forward(
         module, query, key, value, attention_mask, differential_lambda=differential_lambda, **kwargs
@@ -65,7 +65,7 @@ AttentionMaskInterface.register(MEASURING, eager_mask)
 
 @contextmanager
 def measuring(model: torch.nn.Module) -> Iterator[None]:
-    """Makes the differential model in `model` use `measuring_attention`, in evaluation mode."""
+    """Make the differential model in `model` use `measuring_attention`, in evaluation mode."""
     inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     model_type = getattr(getattr(inner, "config", None), "model_type", type(model).__name__)
     if inner is None or model_type != DiffLlamaConfig.model_type:
@@ -86,7 +86,7 @@ def measuring(model: torch.nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def differential_stats(model: torch.nn.Module, input_ids: torch.Tensor) -> dict[str, list[float]]:
-    """Measures how much the two maps of each layer's heads differ on a text.
+    """Measure how much the two maps of each layer's heads differ on a text.
 
     Args:
         model: a differential Llama with any head, also with peft, DDP or FSDP (call it on every process then).
@@ -128,16 +128,16 @@ class DifferentialStatsCallback(TrainerCallback):
         self.input_ids = input_ids
 
     def log(self, model: torch.nn.Module) -> None:
-        """Measures the model and logs the means."""
+        """Measure the model and log the means."""
         stats = differential_stats(model, self.input_ids)
         self.trainer.log({f"diff_{name}": fmean(layers) for name, layers in stats.items()})
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Logs before the first step, unless the training is resumed."""
+        """Log before the first step, unless the training is resumed."""
         if state.global_step == 0:
             self.log(model)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any) -> None:
-        """Logs with every loss."""
+        """Log with every loss."""
         if "loss" in (logs or {}):
             self.log(model)

@@ -179,7 +179,7 @@ class Final:
 
 
 def final_answer(completion: str) -> Final:
-    r"""The last `\boxed{}`, or else what follows the last "answer is" or "####", or the last number.
+    r"""Return the last `\boxed{}`, or else what follows the last "answer is" or "####", or the last number.
 
     What follows is the rest of the line or a displayed formula; or the next line, if it begins as a number or formula.
     """
@@ -197,7 +197,7 @@ def final_answer(completion: str) -> Final:
 
 
 def _braced(text: str) -> str | None:
-    """The text before the closing brace."""
+    """Return the text before the closing brace."""
     depth = 1
     for at, letter in enumerate(text):
         depth += (letter == "{") - (letter == "}")
@@ -207,7 +207,7 @@ def _braced(text: str) -> str | None:
 
 
 def value(answer: str) -> Fraction | str:
-    """The value of an answer: a number, with or without a unit, or else the text without spaces.
+    """Return the value of an answer: a number, with or without a unit, or else the text without spaces.
 
     Thousands' commas, dollar and per cent signs, degrees and LaTeX's spaces and delimiters do not count; `\\frac12`,
     1/2 and 0.5 are one number. An expression with a root, π or a variable is a text: it equals only one that is

@@ -56,7 +56,7 @@ class PowerLaw:
         return cls(float(a * middle**b), b, c)
 
     def __call__(self, x: float) -> float:
-        """The loss at x."""
+        """Return the loss at x."""
         return self.a * x**-self.b + self.c
 
     def inverse(self, loss: float) -> float:

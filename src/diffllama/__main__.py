@@ -8,12 +8,12 @@ from types import FrameType
 
 
 def leave(number: int, frame: FrameType | None) -> None:
-    """Handles a signal by ending the process at once, without cleanup."""
+    """Handle a signal by ending the process at once, without cleanup."""
     os._exit(128 + number)
 
 
 def main() -> None:
-    """Runs the command line. Ctrl-C prints no traceback, even during imports and at exit."""
+    """Run the command line. Ctrl-C prints no traceback, even during imports and at exit."""
     handled = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN  # a shell script ignores it for background jobs
     if handled:
         signal.signal(signal.SIGINT, leave)

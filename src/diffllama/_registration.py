@@ -16,7 +16,7 @@ import wrapt
 
 
 def register_when_imported() -> None:
-    """Registers with the modules that are imported already, and with the others right after their import."""
+    """Register with the modules that are imported already, and with the others right after their import."""
     wrapt.register_post_import_hook(register_config, "transformers.models.auto.configuration_auto")
     wrapt.register_post_import_hook(register_models_with_first, "diffllama.modeling_diff.configuration_diffllama")
     wrapt.register_post_import_hook(register_attention, "diffllama.modeling_diff.modeling_diffllama")
@@ -24,7 +24,7 @@ def register_when_imported() -> None:
 
 
 def register_config(configuration_auto: ModuleType) -> None:
-    """Registers `DiffLlamaConfig` with `AutoConfig`."""
+    """Register `DiffLlamaConfig` with `AutoConfig`."""
     from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
     configuration_auto.AutoConfig.register(DiffLlamaConfig.model_type, DiffLlamaConfig, exist_ok=True)
@@ -32,7 +32,7 @@ def register_config(configuration_auto: ModuleType) -> None:
 
 
 def register_models_with_first(configuration_diffllama: ModuleType) -> None:
-    """Makes the first `DiffLlamaConfig` register the models when it is created.
+    """Make the first `DiffLlamaConfig` register the models when it is created.
 
     This hook itself must import nothing: a thread that imports the configuration and one that imports `AutoConfig`
     would deadlock.
@@ -48,7 +48,7 @@ def register_models_with_first(configuration_diffllama: ModuleType) -> None:
 
 @functools.cache
 def register_models() -> None:
-    """Registers every model class with the Auto class that the configuration's `auto_map` names for it."""
+    """Register every model class with the Auto class that the configuration's `auto_map` names for it."""
     from transformers.models.auto import modeling_auto
 
     from diffllama.modeling_diff import modeling_diffllama
@@ -62,12 +62,12 @@ def register_models() -> None:
 
 
 def register_attention(modeling_diffllama: ModuleType) -> None:
-    """Registers the attention function `diff_attention`, the default of V1."""
+    """Register the attention function `diff_attention`, the default of V1."""
     from diffllama import attention  # noqa: F401 - importing it registers
 
 
 def register_target_modules(constants: ModuleType) -> None:
-    """Registers Llama's default target modules with every peft method for this model, whose layers have those names."""
+    """Register Llama's default target modules with every peft method for this model, whose layers have those names."""
     from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 
     for name, mapping in vars(constants).items():

@@ -17,7 +17,7 @@ from diffllama.modeling_diff.modeling_diffllama import DIFF_ATTENTION
 
 
 def diff_attention_forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """Calls `kernels.attention_forward` with transformers' `sdpa` as the fallback for unsupported inputs."""
+    """Call `kernels.attention_forward` with transformers' `sdpa` as the fallback for unsupported inputs."""
     return kernels.attention_forward(*args, sdpa=sdpa_attention_forward, **kwargs)
 
 
@@ -28,7 +28,7 @@ def diff_attention_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Returns the mask of `sdpa`, or on a GPU the equivalent `kernels.key_intervals`, once for all layers.
+    """Return the mask of `sdpa`, or on a GPU the equivalent `kernels.key_intervals`, once for all layers.
 
     Padding between tokens and custom masks may hide keys between visible ones. Such a mask stays a mask.
     """

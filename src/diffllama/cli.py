@@ -39,7 +39,7 @@ err = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)  # `REA
 
 
 def show_version(value: bool) -> None:
-    """Prints the version and exits."""
+    """Print the version and exit."""
     if value:
         print(f"diffllama {__version__}")
         raise typer.Exit
@@ -59,7 +59,7 @@ def diffllama(
 
 @contextmanager
 def writing(then: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows a progress bar of the weights that are written, and `then` once all are.
+    """Show a progress bar of the weights that are written, and `then` once all are.
 
     Yields:
         Function that updates the bar, given the bytes written so far and in total.
@@ -85,7 +85,7 @@ OPTIONS = {"source": "--from", "target": "--to"} | {
 
 @contextmanager
 def named_as_options() -> Iterator[None]:
-    """Replaces arguments of `diffllama.convert` with the command's options in the message of a `ValueError`."""
+    """Replace arguments of `diffllama.convert` with the command's options in the message of a `ValueError`."""
     try:
         yield
     except ValueError as error:
@@ -201,7 +201,7 @@ Allow = Annotated[
 def card_metadata(
     licence: str | None, base_model: list[str] | None, dataset: list[str] | None, language: list[str] | None
 ) -> dict[str, Any]:
-    """Returns the card metadata that the options give. A single base model or language is no list."""
+    """Return the card metadata that the options give. A single base model or language is no list."""
     fields: dict[str, Any] = {"license": licence, "base_model": base_model, "datasets": dataset, "language": language}
     for name in ("base_model", "language"):
         if fields[name] and len(fields[name]) == 1:
@@ -293,7 +293,7 @@ def check(
 
 
 def show_findings(findings: "list[Finding]") -> None:
-    """Prints the findings of `check`, one per line."""
+    """Print the findings of `check`, one per line."""
     for finding in sorted(findings, key=lambda finding: finding.severity):
         err.print("[red]error[/red] " if finding.severity == "error" else "note  ", end="")
         err.print(str(finding), markup=False)
@@ -435,7 +435,7 @@ app.add_typer(
 
 
 def main() -> None:
-    """Runs the command line. An error is one printed line (a list if there are several) and exit status 1.
+    """Run the command line. An error is one printed line (a list if there are several) and exit status 1.
 
     `--debug`, before or after the command, shows the traceback. Ctrl-C ends a command with status 130.
     `--install-completion` and `--show-completion` are typer's; a shell's name may follow them.

@@ -50,7 +50,7 @@ MATRICES = re.compile(r"layers\.\d+\.(self_attn\.(q|k|v|qkv|o|lambda)|mlp\.(gate
 
 
 def read_config(src: str | os.PathLike[str], revision: str | None = None) -> PretrainedConfig:
-    """Reads a configuration without running code of its folder.
+    """Read a configuration without running code of its folder.
 
     Args:
         src: model folder, path of a `config.json`, repository of the Hub, or name of a preset.
@@ -89,7 +89,7 @@ def read_config(src: str | os.PathLike[str], revision: str | None = None) -> Pre
 
 
 def llama_like_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Returns the model of a configuration on the meta device.
+    """Return the model of a configuration on the meta device.
 
     Raises:
         ValueError: the model does not have a Llama's layers: it has other weights (compressed keys and values, mixtures
@@ -131,12 +131,12 @@ def llama_like_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def head_dim_of(config: PretrainedConfig) -> int:
-    """Returns the width of a key head."""
+    """Return the width of a key head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
-    """Returns a dtype given by itself or by its name.
+    """Return a dtype given by itself or by its name.
 
     Raises:
         ValueError: PyTorch has no such dtype.

@@ -21,7 +21,7 @@ MAX_BODY_SIZE = 8 * 2**20
 
 
 def command(function: Any) -> Any:
-    """Makes a function or class the command `serve`."""
+    """Make a function or class the command `serve`."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     help = "Run transformers' OpenAI-compatible server (transformers serve) with support for diffllama models."
     app.command("serve", help=help)(function)
@@ -29,7 +29,7 @@ def command(function: Any) -> Any:
 
 
 def check_options(arguments: list[str], parent: Any = None) -> None:
-    """Checks arguments of `transformers serve` without importing it, which takes seconds.
+    """Check arguments of `transformers serve` without importing it, which takes seconds.
 
     The options are read from the source of transformers' class `Serve`.
 
@@ -91,18 +91,18 @@ class LimitedToContext:
     """Mixin of transformers' generation managers: limits answers to the model's context."""
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any) -> Any:
-        """Generates an answer in pieces, within the model's context."""
+        """Generate an answer in pieces, within the model's context."""
         limit_to_context(context_of(model), inputs, gen_config)
         return super().generate_streaming(model, processor, inputs, gen_config, **options)  # type: ignore[misc]
 
     def generate_non_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any) -> Any:
-        """Generates a whole answer, within the model's context."""
+        """Generate a whole answer, within the model's context."""
         limit_to_context(context_of(model), inputs, gen_config)
         return super().generate_non_streaming(model, processor, inputs, gen_config, **options)  # type: ignore[misc]
 
 
 def context_of(model: Any) -> int | None:
-    """Returns the context length of a model in tokens, or `None` if the configuration has none."""
+    """Return the context length of a model in tokens, or `None` if the configuration has none."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -113,7 +113,7 @@ class Pinned:
     attn_implementation: str | None
 
     def _validate_args(self) -> None:
-        """Checks the server's options. transformers 5.23 has a fixed list of attention functions without ours."""
+        """Check the server's options. transformers 5.23 has a fixed list of attention functions without ours."""
         name = self.attn_implementation
         if name == "diff_attention":
             self.attn_implementation = None
@@ -121,7 +121,7 @@ class Pinned:
         self.attn_implementation = name
 
     def process_model_name(self, model_id: str) -> str:
-        """Returns transformers' name of a requested model.
+        """Return transformers' name of a requested model.
 
         Raises:
             fastapi.HTTPException: the server was started with another model.
@@ -136,7 +136,7 @@ class Pinned:
 
 @functools.cache
 def adapt_transformers() -> None:
-    """Adds the model class and the limits above to transformers' server (5.6 to 5.23)."""
+    """Add the model class and the limits above to transformers' server (5.6 to 5.23)."""
     from starlette.middleware.body_limit import RequestBodyLimitMiddleware
     from transformers.cli.serving import model_manager, server, utils
 
@@ -159,7 +159,7 @@ def adapt_transformers() -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """Runs `transformers serve` in this process.
+    """Run `transformers serve` in this process.
 
     Args:
         arguments: words after `serve` on the command line.

@@ -193,7 +193,7 @@ OLD, NEW = {"config.json": b"old"}, {"config.json": b"new"}
 
 
 def replace_and_be_killed(dest: Path, moment: str) -> None:
-    """Leaves what a process leaves that is killed at some moment while it replaces a folder."""
+    """Leave what a process leaves that is killed at some moment while it replaces a folder."""
 
     def kill(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

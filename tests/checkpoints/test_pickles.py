@@ -159,7 +159,7 @@ class Evil:
 
 
 def save_plain(file: Path, content: Any) -> Path:
-    """Pickles without torch."""
+    """Pickle without torch."""
     return write_file(file, pickle.dumps(content))
 
 

@@ -25,7 +25,7 @@ FSDP2, ZERO = (sorted(name for name in BY_NAME if kind in name) for kind in ("fs
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Tell:
-    """Tells this process what `accelerate launch` tells those that it starts."""
+    """Tell this process what `accelerate launch` tells those that it starts."""
 
     def tell(file: str, *options: str) -> None:
         for name, value in environment(launch_arguments(file, *options)).items():

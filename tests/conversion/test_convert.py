@@ -497,7 +497,7 @@ def test_what_transformers_cannot_load_is_not_compared_with_noise(source: Path, 
 
 
 def stop_while_writing(folder: Path, number: signal.Signals) -> int:
-    """Runs `diffllama convert` in a copy of this process and sends it a signal when weights are written: its status."""
+    """Run `diffllama convert` in a copy of this process, signal it while it writes weights, and return its status."""
     reading, writing_end = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -74,7 +74,7 @@ LOST = {  # what transformers would pass over
 
 
 def write(folder: Path, file: File) -> Path:
-    """Writes a model as `original` and as x.gguf into a folder."""
+    """Write a model as `original` and as x.gguf into a folder."""
     config = file.config_class(**(COMMON | file.fields))
     width = getattr(config, "head_dim", None) or 16
     writer = GGUFWriter(folder / "x.gguf", file.arch)

@@ -74,7 +74,7 @@ def weights(fields: dict[str, Any]) -> Weights:
 
 
 def write(folder: Path, **fields: Any) -> Path:
-    """Saves a small Motif with random weights."""
+    """Save a small Motif with random weights."""
     folder.mkdir()
     save_file(weights(FIELDS | fields), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(FIELDS | fields))

@@ -28,7 +28,7 @@ ACTIVATION = "blocks.1.ffn.act.weight"
 
 
 def write(folder: Path, tied: bool = True) -> Path:
-    """Saves a small Perdix with random weights."""
+    """Save a small Perdix with random weights."""
     shapes: dict[str, tuple[int, ...]] = {"tok_emb.weight": (97, 48), "final_norm.weight": (48,)}
     for i in range(3):
         layer = {f"attn.{name}.weight": (48, 48) for name in ("wq", "wk", "wv", "wo")} | {

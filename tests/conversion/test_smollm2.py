@@ -49,7 +49,7 @@ BEGINNINGS = (
 
 @pytest.fixture(scope="module", autouse=True)
 def parsed_once() -> Iterator[None]:
-    """Lets gguf parse the file, and list names, once: transformers asks again and again, for most of the time.
+    """Let gguf parse the file, and list names, once: transformers asks again and again, for most of the time.
 
     gguf reads a number or a text at a time, which takes several times as long from a mapped file as from memory.
     """

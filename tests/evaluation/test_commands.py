@@ -20,7 +20,7 @@ from support.tiny_models import VARIANTS
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """Runs the command as the shell would, in this process. Returns its exit status, stdout and stderr."""
+    """Run the command as the shell would, in this process. Returns its exit status, stdout and stderr."""
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["diffllama", "probe", *map(str, arguments)])

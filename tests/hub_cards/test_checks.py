@@ -197,7 +197,7 @@ def inspect(folder: Path) -> list[Finding]:
 
 
 def plant(folder: Path, name: str, content: bytes | str) -> None:
-    """Writes a file, replacing an existing one."""
+    """Write a file, replacing an existing one."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
@@ -205,7 +205,7 @@ def plant(folder: Path, name: str, content: bytes | str) -> None:
 
 
 def edit(folder: Path, name: str, **fields: Any) -> None:
-    """Sets fields in a JSON file."""
+    """Set fields in a JSON file."""
     plant(folder, name, json.dumps(json.loads((folder / name).read_text()) | fields))
 
 
@@ -252,7 +252,7 @@ def loop(folder: Path) -> None:
 
 
 def shard(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
-    """Changes the tensors of a shard."""
+    """Change the tensors of a shard."""
 
     def spoil(folder: Path) -> None:
         file = min(folder.glob("model-*.safetensors"))
@@ -269,7 +269,7 @@ def with_nan(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def rewrite(name: str, old: str, new: str) -> Callable[[Path], None]:
-    """Replaces a part of a file."""
+    """Replace a part of a file."""
     return lambda folder: plant(folder, name, (folder / name).read_text().replace(old, new, 1))
 
 

@@ -26,7 +26,7 @@ def one_class(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(folder: Path, **files: str) -> tuple[dict[str, str], list[str]]:
-    """Writes Python files. Returns what is found of them, and the faults."""
+    """Write Python files. Returns what is found of them, and the faults."""
     for name, text in files.items():
         (folder / f"{name}.py").write_text(text)
     found, faults = folder_code(folder)

@@ -44,7 +44,7 @@ save_file(logits, answer)
 
 
 def train(model: PreTrainedModel, folder: Path) -> Trainer:
-    """Trains a model for two steps; the trainer has made a checkpoint."""
+    """Train a model for two steps; the trainer has made a checkpoint."""
     arguments = TrainingArguments(
         str(folder), max_steps=2, per_device_train_batch_size=2, learning_rate=0.1, save_steps=2, logging_steps=1,
         report_to=[], use_cpu=True,
@@ -61,13 +61,13 @@ def train(model: PreTrainedModel, folder: Path) -> Trainer:
 
 
 def add_tensor(folder: Path, name: str, tensor: torch.Tensor) -> None:
-    """Adds a tensor to a folder's weights, or replaces one."""
+    """Add a tensor to a folder's weights, or replace one."""
     file = folder / "model.safetensors"
     save_file(load_file(file) | {name: tensor}, file, {"format": "pt"})
 
 
 def edit(folder: Path, **fields: Any) -> None:
-    """Sets fields in a folder's config.json."""
+    """Set fields in a folder's config.json."""
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 

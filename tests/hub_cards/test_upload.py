@@ -62,7 +62,7 @@ def edit_on_the_hub(hub: Hub, old: str, new: str) -> None:
 
 @pytest.fixture
 def without_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skips `check`, which takes two thirds of a push's time and has tests of its own."""
+    """Skip `check`, which takes two thirds of a push's time and has tests of its own."""
     monkeypatch.setattr(upload, "check", lambda *_, **__: [])
 
 

@@ -42,7 +42,7 @@ def logits_and_gradients(model: DiffLlamaForCausalLM, kind: str, n: int) -> dict
 def exceeding(
     ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]
 ) -> dict[str, tuple[float, float]]:
-    """Names whose error is more than twice (gradients: three times) that of plain PyTorch, with both errors."""
+    """Name whose error is more than twice (gradients: three times) that of plain PyTorch, with both errors."""
     errors = {k: ((ours[k] - truth[k]).abs().max().item(), (plain[k] - truth[k]).abs().max().item()) for k in truth}
     return {k: (e, p) for k, (e, p) in errors.items() if not e <= (2 if k == "logits" else 3) * p}
 

@@ -144,7 +144,7 @@ def files(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 def fresh_process(folder: Path, work: Path) -> Answers:
-    """Runs `PROCESS` on `folder` with an empty cache of remote code, in a folder of its own."""
+    """Run `PROCESS` on `folder` with an empty cache of remote code, in a folder of its own."""
     (work / "elsewhere").mkdir(parents=True)
     before = files(folder)
     env = os.environ | {"HF_MODULES_CACHE": str(work / "modules"), "HF_HOME": str(work / "hub"), "HF_HUB_OFFLINE": "1"}
@@ -259,7 +259,7 @@ def source(request: pytest.FixtureRequest) -> Path:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str, list[str]]]:
-    """Level, module and names of every import in a file."""
+    """Return level, module and name of every import in a file."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             yield node.level, node.module or "", [alias.name for alias in node.names]
@@ -306,7 +306,7 @@ class TestSource:
 
 
 def calls(tree: ast.AST, function: str) -> list[ast.Call]:
-    """Calls of the expression `function` in a piece of code."""
+    """Call of the expression `function` in a piece of code."""
     return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == function]
 
 

@@ -86,7 +86,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def load(folder: Path, model_class: type = DiffLlamaForCausalLM, **arguments: Any) -> PreTrainedModel:
-    """Loads a checkpoint that must have exactly the class's weights."""
+    """Load a checkpoint that must have exactly the class's weights."""
     arguments = {"attn_implementation": "eager", **arguments}
     model, report = model_class.from_pretrained(folder, output_loading_info=True, **arguments)
     assert {kind: found for kind, found in report.items() if found} == {}
@@ -95,7 +95,7 @@ def load(folder: Path, model_class: type = DiffLlamaForCausalLM, **arguments: An
 
 
 def assert_survives(model: PreTrainedModel, tmp_path: Path, **arguments: Any) -> PreTrainedModel:
-    """Saves, loads and saves again: equal outputs and equal files. Returns the loaded model."""
+    """Save, load and save again: equal outputs and equal files. Returns the loaded model."""
     expected = outputs(model)
     model.save_pretrained(tmp_path / "first")
     loaded = load(tmp_path / "first", type(model), **arguments)
@@ -108,7 +108,7 @@ def assert_survives(model: PreTrainedModel, tmp_path: Path, **arguments: Any) ->
 
 
 def state_dict_shapes(variant: str, heads: int, key_value_heads: int, width: int, **fields: bool) -> dict[str, tuple]:
-    """Names and shapes of the interface, for two layers of width 64 with 96 in between and 97 tokens."""
+    """Name and shapes of the interface, for two layers of width 64 with 96 in between and 97 tokens."""
     layer = {
         "input_layernorm.weight": (64,),
         "post_attention_layernorm.weight": (64,),

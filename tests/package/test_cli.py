@@ -27,7 +27,7 @@ from support.tiny_models import tiny_model
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
-    """Runs the command as the shell would, in this process. Returns its exit status and what stderr says."""
+    """Run the command as the shell would, in this process. Returns its exit status and what stderr says."""
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["diffllama", *map(str, arguments)])
@@ -40,7 +40,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
 
 
 def error_of(err: str) -> str:
-    """Checks that stderr ends in one error, a line or, where it lists several faults, more. Returns it."""
+    """Check that stderr ends in one error, a line or, where it lists several faults, more. Returns it."""
     lines = [line for line in err.splitlines() if line.strip()]
     (start,) = [i for i, line in enumerate(lines) if line.startswith("Error: ")]
     assert start == len(lines) - 1 or re.match("Error: (CheckpointError|FolderError): ", lines[start])
@@ -401,7 +401,7 @@ print(results, file=sys.stderr)
 
 
 def run_in_light_process(lines: Iterable[str], cwd: Path) -> tuple[dict[str, tuple[int, list[str]]], str]:
-    """Runs command lines in one process.
+    """Run command lines in one process.
 
     Returns:
         Each one's exit status, and which of `HEAVY` were imported after it; what they printed to stderr, on one line.
@@ -489,7 +489,7 @@ def test_help_and_wrong_options_import_nothing_that_takes_time(tmp_path: Path) -
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Runs the command in this process. Returns its exit status and what it prints to stdout and stderr."""
+    """Run the command in this process. Returns its exit status and what it prints to stdout and stderr."""
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["diffllama", *arguments])

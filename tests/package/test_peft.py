@@ -50,7 +50,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def train(model: torch.nn.Module, steps: int = 3) -> list[float]:
-    """Trains what is trainable. Returns the losses."""
+    """Train what is trainable. Returns the losses."""
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05)
     losses = []
     for _ in range(steps):

@@ -44,7 +44,7 @@ THEIRS = "transformers.models.diffllama.modeling_diffllama.Diff"
 
 
 def facts(code: str, **environment: str) -> dict[str, Any]:
-    """Runs code that fills the dictionary `facts`, in a fresh process without a terminal."""
+    """Run code that fills the dictionary `facts`, in a fresh process without a terminal."""
     return subprocess_runner.facts(PRELUDE + code, environment)
 
 

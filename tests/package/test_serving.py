@@ -31,7 +31,7 @@ CONTENTS = [QUESTION, "w9", "w10 w11 w12 w13 w14 w15 w16 w17 w18 w19 w20", "w6 w
 
 @pytest.fixture(scope="module", autouse=True)
 def process_as_it_was() -> Iterator[None]:
-    """Takes the class away again that `run` gives to transformers in this process, and its handlers of signals."""
+    """Take the class away again that `run` gives to transformers in this process, and its handlers of signals."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     vars(model_manager.transformers).pop(DiffLlamaForCausalLM.__name__, None)

@@ -15,7 +15,7 @@ NO_DEEPSPEED = "deepspeed is in no extra: it compiles with gcc when it is first 
 
 
 def launch_arguments(file: str | Path, *options: str) -> argparse.Namespace:
-    """Parses `accelerate launch --config_file FILE OPTIONS`; FILE may be the name of one of the package's files."""
+    """Parse `accelerate launch --config_file FILE OPTIONS`; FILE may be the name of one of the package's files."""
     file = next((ours for ours in FILES if ours.stem == file), file)
     command = ["--config_file", str(file), "--main_process_port", "0", *options, "script.py"]  # 0: any free port
     arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(command))
@@ -24,7 +24,7 @@ def launch_arguments(file: str | Path, *options: str) -> argparse.Namespace:
 
 
 def environment(arguments: argparse.Namespace) -> dict[str, str]:
-    """Returns the environment variables that `accelerate launch` sets to configure its processes."""
+    """Return the environment variables that `accelerate launch` sets to configure its processes."""
     env = prepare_deepspeed_cmd_env(arguments)[1] if arguments.use_deepspeed else prepare_multi_gpu_env(arguments)
     prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
     return {name: value for name, value in env.items() if name.startswith(prefixes) and os.environ.get(name) != value}

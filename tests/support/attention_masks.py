@@ -23,7 +23,7 @@ class Batch:
 
 
 def batch(kind: str, n: int) -> Batch:
-    """Returns two rows of `n` tokens of a kind.
+    """Return two rows of `n` tokens of a kind.
 
     `causal` has no padding; `left` and `right` pad the two rows differently; `holes` has padding between tokens;
     `packed` has two documents per row.

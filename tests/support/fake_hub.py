@@ -82,7 +82,7 @@ class Repository:
         self.commit({".gitattributes": attributes.encode()})
 
     def find(self, revision: str = "main") -> Commit:
-        """Returns the commit of a branch, a pull request, a tag or an oid."""
+        """Return the commit of a branch, a pull request, a tag or an oid."""
         oid = self.refs.get(revision, revision)
         for commit in self.commits:
             if commit.oid == oid:
@@ -93,7 +93,7 @@ class Repository:
         return {path: blob.content for path, blob in self.find(revision).files.items()}
 
     def commit(self, changes: Mapping[str, bytes | None], ref: str = "main", parent: Commit | None = None) -> Commit:
-        """Adds a commit after `parent`, by default the commit of `ref`, and moves `ref` to it. None deletes a file."""
+        """Add a commit after `parent`, by default the commit of `ref`, and move `ref` to it. None deletes a file."""
         parent = parent or (self.find(ref) if self.commits else None)
         files = dict(parent.files) if parent else {}
         for path, content in changes.items():
@@ -156,12 +156,12 @@ class Hub(ThreadingHTTPServer):
             super().handle_error(*about)
 
     def create(self, name: str, private: bool = False) -> Repository:
-        """Creates a repository with its first commit, as the Hub does."""
+        """Create a repository with its first commit, as the Hub does."""
         self.repositories[name] = repository = Repository(name, private)
         return repository
 
     def environment(self, home: Path, token: str | None = None) -> dict[str, str]:
-        """Returns the environment of a client process: this process's, with this Hub, a cache at `home` and `token`."""
+        """Return the environment of a client process: this process's, with this Hub, a cache at `home` and `token`."""
         foreign = re.compile(r"(HF_|HUGGING|TRANSFORMERS_).*|.*_PROXY", re.IGNORECASE)
         return {name: value for name, value in os.environ.items() if not foreign.fullmatch(name)} | {
             "HF_ENDPOINT": self.endpoint,
@@ -176,7 +176,7 @@ class Hub(ThreadingHTTPServer):
 
 
 def connect(hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connects the client of this process to a fake Hub as alice, with caches in `folder`."""
+    """Connect the client of this process to a fake Hub as alice, with caches in `folder`."""
     for name, value in {
         "ENDPOINT": hub.endpoint,
         "HUGGINGFACE_CO_URL_TEMPLATE": f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
@@ -281,7 +281,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(401, "Invalid username or password.", "RepoNotFound" if "/models/" in self.path else None)
 
     def repository(self, name: str, purpose: str = "read", ref: str = "") -> Repository:
-        """Returns a repository if the user has the right to "read" it, to "propose" changes or to "write" to it.
+        """Return a repository if the user has the right to "read" it, to "propose" changes or to "write" to it.
 
         Authors of a pull request may write to its `ref`.
         """
@@ -310,7 +310,7 @@ class Handler(BaseHTTPRequestHandler):
         return Answer(answer)
 
     def tree(self, repository: Repository, revision: str, folder: str) -> Answer:
-        """Lists all files in a folder and below."""
+        """List all files in a folder and below."""
         files = repository.find(revision).files
         inside = [path for path in files if path.startswith(f"{folder}/" if folder else "")]
         if not inside:
@@ -352,7 +352,7 @@ class Handler(BaseHTTPRequestHandler):
         return Answer({"files": answer})
 
     def announce(self, repository: Repository) -> Answer:
-        """Returns the upload URLs of the LFS objects that the repository does not have yet."""
+        """Return the upload URLs of the LFS objects that the repository does not have yet."""
         objects = json.loads(self.sent)["objects"]
         for entry in objects:
             if entry["oid"] not in repository.objects:
@@ -361,7 +361,7 @@ class Handler(BaseHTTPRequestHandler):
         return Answer({"transfer": "basic", "objects": objects})
 
     def store(self, repository: Repository, sha256: str) -> Answer:
-        """Stores an LFS object. Knowing its URL is the permission."""
+        """Store an LFS object. Knowing its URL is the permission."""
         left = self.server.refuse_uploads_after
         if left == 0:
             raise Refusal(403, "Request has expired")

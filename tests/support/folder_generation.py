@@ -13,18 +13,18 @@ Answer = tuple[list[int], list[list[float]]]
 
 
 def another_process() -> ProcessPoolExecutor:
-    """Returns a pool of one process, which imports only this module."""
+    """Return a pool of one process, which imports only this module."""
     return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
 
 
 def load(folder: Path, dtype: str) -> PreTrainedModel:
-    """Loads the model of a folder."""
+    """Load the model of a folder."""
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=getattr(torch, dtype)).eval()
 
 
 @torch.no_grad()
 def scored(folder: Path, asked: list[list[int]], answers: list[list[int]], dtype: str) -> list[list[list[float]]]:
-    """Returns the log-probabilities [tokens, vocabulary] at each token of given answers to prompts."""
+    """Return the log-probabilities [tokens, vocabulary] at each token of given answers to prompts."""
     model = load(folder, dtype)
     logprobs = []
     for ids, answer in zip(asked, answers, strict=True):
@@ -35,7 +35,7 @@ def scored(folder: Path, asked: list[list[int]], answers: list[list[int]], dtype
 
 @torch.no_grad()
 def greedy(folder: Path, asked: list[list[int]], new_tokens: int) -> list[Answer]:
-    """Continues prompts greedily, in float32."""
+    """Continue prompts greedily, in float32."""
     model = load(folder, "float32")
     continued = []
     for ids in asked:
@@ -54,7 +54,7 @@ def greedy(folder: Path, asked: list[list[int]], new_tokens: int) -> list[Answer
 
 @torch.no_grad()
 def answers(folder: Path, contents: list[str], new_tokens: int) -> dict[str, str]:
-    """Answers chat messages greedily, in float32. Returns message -> answer."""
+    """Answer chat messages greedily, in float32. Returns message -> answer."""
     model, tokenizer = load(folder, "float32"), AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     by_content = {}
     for content in contents:

@@ -9,7 +9,7 @@ from accelerate.state import AcceleratorState
 
 
 def call_in_processes(function: Callable[[], None], processes: int, store: Path) -> None:
-    """Calls a function in one or more processes, as `torchrun` does.
+    """Call a function in one or more processes, as `torchrun` does.
 
     Args:
         function: function to call in each process.

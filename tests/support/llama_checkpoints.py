@@ -63,7 +63,7 @@ SAVED = tempfile.TemporaryDirectory()
 
 
 def save_model(folder: Path, config: PreTrainedConfig, std: float = 0.2, **save: Any) -> Path:
-    """Saves a language model with random weights from a fixed seed, built once per configuration."""
+    """Save a language model with random weights from a fixed seed, built once per configuration."""
     key = repr((type(config), config.to_json_string(use_diff=False), std, save))
     saved = Path(SAVED.name, hashlib.sha256(key.encode()).hexdigest())
     if not saved.exists():
@@ -77,25 +77,25 @@ def save_model(folder: Path, config: PreTrainedConfig, std: float = 0.2, **save:
 
 
 def llama(folder: Path, save: dict[str, Any] | None = None, **fields: Any) -> Path:
-    """Saves a Llama with random weights: two layers, four heads, two key/value heads."""
+    """Save a Llama with random weights: two layers, four heads, two key/value heads."""
     return save_model(folder, LlamaConfig(**(SIZES | fields)), **(save or {}))
 
 
 def add_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> None:
-    """Saves a tokenizer beside a checkpoint."""
+    """Save a tokenizer beside a checkpoint."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
 
 
 def edit_config(folder: Path, **fields: Any) -> None:
-    """Sets fields in a folder's config.json."""
+    """Set fields in a folder's config.json."""
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
 def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    """Changes a folder's weights."""
+    """Change a folder's weights."""
     file = folder / "model.safetensors"
     weights = load_file(file)
     edit(weights)
@@ -103,18 +103,18 @@ def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -
 
 
 def verification(folder: Path) -> dict[str, Any]:
-    """Returns the verification record of a converted folder."""
+    """Return the verification record of a converted folder."""
     return json.loads((folder / "conversion.json").read_text())["verification"]
 
 
 def apply(weights: dict[str, torch.Tensor], weight_map: WeightMap, *options: Any) -> dict[str, torch.Tensor]:
-    """Applies a weight map to weights. `options` are those of `plan`: our configuration, and a dtype."""
+    """Apply a weight map to weights. `options` are those of `plan`: our configuration, and a dtype."""
     steps = plan({name: tensor.to("meta") for name, tensor in weights.items()}, weight_map, *options)
     return {name: step.make(*(weights[needed] for needed in step.inputs)) for name, step in steps.items()}
 
 
 def snapshot(folder: Path) -> dict[str, bytes | str | None]:
-    """Returns everything in a folder: path -> content of a file, target of a link, or `None` for a folder."""
+    """Return everything in a folder: path -> content of a file, target of a link, or `None` for a folder."""
     return {
         str(path.relative_to(folder)): (
             str(path.readlink()) if path.is_symlink() else path.read_bytes() if path.is_file() else None
@@ -178,7 +178,7 @@ def _cut(file: Path) -> None:
 
 
 def _other_weights(src: Path) -> None:
-    """Names a second file of weights in config.json, which transformers would load instead of model.safetensors."""
+    """Name a second file of weights in config.json, which transformers would load instead of model.safetensors."""
     weights = load_file(src / "model.safetensors")
     save_file({name: -tensor for name, tensor in weights.items()}, src / "other.safetensors", metadata={"format": "pt"})
     edit_config(src, transformers_weights="other.safetensors")
@@ -296,7 +296,7 @@ REFUSALS = {
 
 
 def prepared(refusal: Refusal, folder: Path) -> tuple[Path, Path]:
-    """Prepares the folder of a refusal. Returns the source and the destination of the conversion."""
+    """Prepare the folder of a refusal. Returns the source and the destination of the conversion."""
     llama(folder / "src")
     (folder / "readme").write_text("a file")
     return refusal.prepare(folder), folder / refusal.dest

@@ -28,7 +28,7 @@ PAGE = Path(__file__).parents[2] / "docs/serve.md"
 
 
 def documented_command(program: str, folder: Path, port: int) -> list[str]:
-    """Returns the documented command that starts a server, with another folder, on a port."""
+    """Return the documented command that starts a server, with another folder, on a port."""
     (line,) = [line for line, _ in commands(PAGE) if line.startswith(f"{program} serve ")]
     _, serve, model, *options = line.split()
     assert model.startswith("demo/")
@@ -36,7 +36,7 @@ def documented_command(program: str, folder: Path, port: int) -> list[str]:
 
 
 def documented_client(server: Server) -> str:
-    """Runs the documented client and returns its output."""
+    """Run the documented client and return its output."""
     (block,) = blocks(PAGE, "py")
     code = block.text.replace("http://localhost:8000", server.url)
     code, count = re.subn(r"model = .*", f"model = {server.model!r}", code)
@@ -46,7 +46,7 @@ def documented_client(server: Server) -> str:
 
 
 def ask(server: Server, content: str = QUESTION, tokens: int = 8, **options: Any) -> Any:
-    """Returns the answer to a chat message, or its chunks with `stream=True`."""
+    """Return the answer to a chat message, or its chunks with `stream=True`."""
     messages = [{"role": "user", "content": content}]
     create = server.client().chat.completions.create
     answer = create(model=server.model, messages=messages, max_tokens=tokens, temperature=0, **options)
@@ -54,20 +54,20 @@ def ask(server: Server, content: str = QUESTION, tokens: int = 8, **options: Any
 
 
 def post(server: Server, body: bytes | dict[str, Any]) -> requests.Response:
-    """Sends a chat request with a given body."""
+    """Send a chat request with a given body."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     return requests.post(f"{server.url}/v1/chat/completions", data=content, headers=headers, timeout=120)
 
 
 def chat(server: Server, **fields: Any) -> dict[str, Any]:
-    """Returns the body of a chat request with `QUESTION`; fields replace its own."""
+    """Return the body of a chat request with `QUESTION`; fields replace its own."""
     messages = [{"role": "user", "content": QUESTION}]
     return {"model": server.model, "messages": messages, "max_tokens": 8, "temperature": 0} | fields
 
 
 def begin_stream(server: Server, then: Callable[[], T], tokens: int = 900) -> T:
-    """Calls a function once the first chunk of a long answer has arrived, and then disconnects."""
+    """Call a function once the first chunk of a long answer has arrived, and then disconnects."""
     body = chat(server, stream=True, max_tokens=tokens)
     with requests.post(f"{server.url}/v1/chat/completions", json=body, stream=True, timeout=120) as response:
         lines = response.iter_lines()  # the connection lasts as long as this
@@ -77,7 +77,7 @@ def begin_stream(server: Server, then: Callable[[], T], tokens: int = 900) -> T:
 
 
 def computes(server: Server, seconds: float = 0.5) -> bool:
-    """Tells whether the server and its children use more than a tenth of a core during a time in seconds."""
+    """Tell whether the server and its children use more than a tenth of a core during a time in seconds."""
     server_process = psutil.Process(server.process.pid)
     processes = [server_process, *server_process.children(recursive=True)]
 
@@ -90,7 +90,7 @@ def computes(server: Server, seconds: float = 0.5) -> bool:
 
 
 def check_it_stops(server: Server, within: float = 30) -> None:
-    """Checks that SIGTERM in the middle of an answer ends the server, with any status."""
+    """Check that SIGTERM in the middle of an answer ends the server, with any status."""
     begin_stream(server, lambda: os.kill(server.process.pid, signal.SIGTERM))
     server.process.wait(within)
 

@@ -12,7 +12,7 @@ from support.tiny_loaded_models import tiny_loaded_model
 def planted_model(
     kind: str, markers: str = "0123456789", score: float = 60.0, second: float = 60.0, lambda_: float = 0.25
 ) -> LoadedModel:
-    """Returns a model with a fixed attention score for the letters in `markers`, and 0 for all other keys.
+    """Return a model with a fixed attention score for the letters in `markers`, and 0 for all other keys.
 
     All layers, heads and queries have the same scores. Hidden states are the embeddings in all layers: [1, 1, 0, …],
     and [1, 0, 1, …] for markers. No layer adds to them, and RoPE rotates nothing.

@@ -11,7 +11,7 @@ from diffllama.evaluation.runs import Probe, Report, run
 def run_probe(
     probe: Probe[Any], *models: LoadedModel, output: Path, data: Path | None = None, draws: bool = False
 ) -> Report:
-    """Runs a probe on these models, or on those that it builds itself.
+    """Run a probe on these models, or on those that it builds itself.
 
     Figures are not drawn unless `draws` is true: they would take most of the time.
     """

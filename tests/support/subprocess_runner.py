@@ -57,7 +57,7 @@ def server() -> subprocess.Popen[str]:
 def run(
     code: str, *arguments: object, environment: Mapping[str, str], cwd: Path | str = "."
 ) -> tuple[dict[str, Any], str]:
-    """Runs code in a fresh process without a terminal, which must end well.
+    """Run code in a fresh process without a terminal, which must end well.
 
     Args:
         arguments: it finds them in `sys.argv`.

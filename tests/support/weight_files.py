@@ -63,7 +63,7 @@ def read_shards(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def sharded(folder: Path, suffix: str = "safetensors") -> dict[str, torch.Tensor]:
-    """Writes three shards of a tensor or two, and their index."""
+    """Write three shards of a tensor or two, and their index."""
     folder.mkdir(exist_ok=True)
     stem = "model" if suffix == "safetensors" else "pytorch_model"
     weights, weight_map = {}, {}
@@ -82,7 +82,7 @@ def shards(folder: Path) -> list[Path]:
 
 
 def cut(file: Path, count: int = 1) -> None:
-    """Takes a file's last bytes away."""
+    """Take a file's last bytes away."""
     os.truncate(file, file.stat().st_size - count)
 
 
@@ -97,7 +97,7 @@ def write_file(file: Path, content: bytes) -> Path:
 
 
 def save_legacy(file: Path, content: Any) -> Path:
-    """Saves a pickle as torch did before 1.6."""
+    """Save a pickle as torch did before 1.6."""
     torch.save(content, file, _use_new_zipfile_serialization=False)
     return file
 

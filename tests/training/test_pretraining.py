@@ -181,7 +181,7 @@ def test_model_is_trained_further() -> None:
 
 
 def killed(config: Path, owner: type, method: str, step: int, half_written: bool) -> None:
-    """Trains until a method is called at a step, and dies there."""
+    """Train until a method is called at a step, and dies there."""
     original = getattr(owner, method)
 
     def die(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +198,7 @@ def killed(config: Path, owner: type, method: str, step: int, half_written: bool
 
 
 def kill(config: Path, owner: type, method: str, step: int, half_written: bool = False) -> None:
-    """Trains in a process that dies of SIGKILL where `killed` says."""
+    """Train in a process that dies of SIGKILL where `killed` says."""
     child = multiprocessing.get_context("fork").Process(target=killed, args=(config, owner, method, step, half_written))
     child.start()
     child.join(120)

@@ -122,7 +122,7 @@ def refuse_to_part_a_group() -> None:
 
 
 def run(environments: dict[str, dict[str, str]], processes: int, work: Path) -> None:
-    """Trains both variants with each environment; two processes compute with heads in parallel, too."""
+    """Train both variants with each environment; two processes compute with heads in parallel, too."""
 
     def each() -> None:
         os.chdir(work)
@@ -170,7 +170,7 @@ CUT = [name for name, (_, _, variables) in RUNS.items() if "FSDP_VERSION" in var
 
 
 def translate(checkpoint: Path) -> None:
-    """Makes a sharded checkpoint of the Trainer's plain, or a plain one sharded.
+    """Make a sharded checkpoint of the Trainer's plain, or a plain one sharded.
 
     The Trainer takes up a checkpoint only as it wrote it: it calls what an optimizer keeps by numbers in one process,
     and by names where it shards. torch knows both. The weights are in model.safetensors either way.

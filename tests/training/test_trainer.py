@@ -28,7 +28,7 @@ Make = Callable[..., Trainer]
 
 @pytest.fixture(params=VARIANTS)
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    """Makes a trainer of a tiny model, the same one for the same arguments."""
+    """Make a trainer of a tiny model, the same one for the same arguments."""
 
     def trainer(rows: list[torch.Tensor] = ROWS, padded: bool = False, layers: int = 2, **arguments: Any) -> Trainer:
         defaults = {

@@ -45,7 +45,7 @@ Make = Callable[..., SFTTrainer]
 
 @pytest.fixture(params=VARIANTS)
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    """Makes a trainer of a tiny model, whose every step sees all the data."""
+    """Make a trainer of a tiny model, whose every step sees all the data."""
 
     def trainer(
         data: dict[str, list],

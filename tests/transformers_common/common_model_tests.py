@@ -24,7 +24,7 @@ from diffllama import (
 
 
 def add_module(name: str, **contents: Any) -> None:
-    """Makes a module importable that has no file."""
+    """Make a module importable that has no file."""
     sys.modules[name] = types.ModuleType(name)
     vars(sys.modules[name]).update(contents)
 

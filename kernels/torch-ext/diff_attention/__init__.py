@@ -125,7 +125,7 @@ def sdpa_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Outputs of all maps, [b, n, H, D], by PyTorch's SDPA. Arguments as in `attention_forward`."""
+    """Compute the outputs of all maps, [b, n, H, D], by PyTorch's SDPA. Arguments as in `attention_forward`."""
     n = query.shape[2]
     causal = attention_mask is None and n > 1 and is_causal is not False
     if causal:  # a static cache has free slots after the prompt

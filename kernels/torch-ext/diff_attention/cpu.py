@@ -111,17 +111,17 @@ class AttentionLayout:
         return self.values.new_empty(maps * max(self.map_size(block) for block in self.blocks()))
 
     def workspace_view(self, workspace: torch.Tensor, block: Block, maps: int) -> torch.Tensor:
-        """A block's maps in `workspace`, [heads, maps, g · rows, kv_len]."""
+        """Return a block's maps in `workspace`, [heads, maps, g · rows, kv_len]."""
         heads = block.heads.stop - block.heads.start
         return workspace[: maps * self.map_size(block)].view(heads, maps, -1, block.kv_len)
 
     def rows(self, tensor: torch.Tensor, block: Block) -> torch.Tensor:
-        """A block's rows of a tensor [B, r, g, n, x], [heads, r, g · rows, x]."""
+        """Return a block's rows of a tensor [B, r, g, n, x], [heads, r, g · rows, x]."""
         return tensor[block.heads, :, :, block.rows].flatten(2, 3)
 
     def score_factors(self, maps: torch.Tensor, block: Block) -> tuple[torch.Tensor, ...]:
-        """A block's maps [products, rows, kv_len], and the queries [products, rows, d] and keys [products, kv_len, d]
-        whose products their scores are."""
+        """Return a block's maps [products, rows, kv_len], and the factors of their scores: queries
+        [products, rows, d] and keys [products, kv_len, d]."""
         keys = self.keys[block.heads, :, : block.kv_len].flatten(0, 1)
         queries = self.queries[block.heads, :, :, block.rows].reshape(len(keys), -1, keys.shape[-1])
         return maps.view(len(keys), -1, block.kv_len), queries, keys
@@ -161,7 +161,7 @@ class BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Saves only the inputs. The backward computes the maps again."""
+        """Save only the inputs. The backward computes the maps again."""
         ctx.save_for_backward(*inputs[:5])
         ctx.options = inputs[5:]
 
@@ -223,11 +223,11 @@ class BlockedGradients(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        """Saves nothing."""
+        """Save nothing."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Raises `NotImplementedError`."""
+        """Raise `NotImplementedError`."""
         raise NotImplementedError('Second-order gradients are not supported. Use attn_implementation="eager".')
 
 
@@ -303,7 +303,7 @@ def varlen_attention(
 
 
 def combine_outputs(outputs: torch.Tensor, differential_lambda: torch.Tensor, signals_per_noise: int) -> torch.Tensor:
-    """Subtracts λ times the noise's output from each signal's: [b, n, H, D], λ [1] or [b, n, s, 1] -> [b, n, s, D]."""
+    """Subtract λ times the noise's output from each signal's: [b, n, H, D], λ [1] or [b, n, s, 1] -> [b, n, s, D]."""
     signals, noise = outputs.unflatten(2, (-1, signals_per_noise + 1)).split((signals_per_noise, 1), dim=3)
     if differential_lambda.dim() > 1:
         differential_lambda = differential_lambda.unflatten(2, (-1, signals_per_noise))

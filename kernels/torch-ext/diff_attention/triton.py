@@ -62,7 +62,7 @@ if HAS_TRITON:
 
     @triton.jit
     def store_tile(pointer, offsets, kept, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-        """Writes what `load_tile` reads."""
+        """Write what `load_tile` reads."""
         columns = tl.arange(0, BLOCK)[None, :]
         tl.store(pointer + offsets[:, None] + columns, tile, mask=kept[:, None] & (columns < WIDTH))
 
@@ -85,7 +85,7 @@ if HAS_TRITON:
 
     @triton.jit
     def seen_keys(p_bounds, tokens, n, m):
-        """The half-open intervals of keys that tokens see."""
+        """Return the half-open intervals of keys that tokens see."""
         if p_bounds is None:
             start, end = tokens * 0, tokens + (m - n + 1)
         else:
@@ -124,7 +124,7 @@ if HAS_TRITON:
 
     @triton.jit
     def normalised(b_max, b_sum, b_output, scale):
-        """A map's output, and the logarithm of its sum to base 2; 0 and -∞ for rows that saw no key."""
+        """Return a map's output, and the logarithm of its sum to base 2; 0 and -∞ for rows that saw no key."""
         b_sum = tl.where(b_sum > 0, b_sum, 1.0)
         return b_output / b_sum[:, None], b_max * scale + tl.log2(b_sum)
 
@@ -524,7 +524,7 @@ def _forward(
     signals_per_noise: int,
     save: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The output [b, n, s, D]; and if they are to be saved, the maps' outputs [b, n, H, D] and sums [b, n, H]."""
+    """Compute the output [b, n, s, D], and with `save` also the maps' outputs [b, n, H, D] and sums [b, n, H]."""
     output, outputs, lse = _empty_outputs(query, signals_per_noise, save)
     b, heads, n, d = query.shape
     kv_heads, m, rows = key.shape[1], key.shape[2], n * heads // (signals_per_noise + 1) // key.shape[1]
@@ -740,7 +740,7 @@ def _check(
     scaling: float,
     signals_per_noise: int,
 ) -> None:
-    """Raises `ValueError` unless the inputs are as `triton_attention` requires."""
+    """Raise `ValueError` unless the inputs are as `triton_attention` requires."""
     b, heads, n, d = query.shape
     kv_heads, m = key.shape[1:3]
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:

@@ -16,7 +16,7 @@ from support.rule_based_lm import rule_based_lm
 
 
 def summariser(known: int) -> LoadedModel:
-    """Summarises "There are N birds. …" by its first sentence if N < `known`, or else wrongly, or, from 100 on, not."""
+    """Summarise "There are N birds. …" by its first sentence if N < `known`, or else wrongly, or, from 100 on, not."""
 
     def answer(text: str) -> str:
         number = int(text.rpartition("There are ")[2].partition(" ")[0])
@@ -26,7 +26,7 @@ def summariser(known: int) -> LoadedModel:
 
 
 def strict(body: dict[str, Any], count: int) -> Answer:
-    """Asks that the document say what the response says."""
+    """Ask that the document say what the response says."""
     document, _, response = body["messages"][0]["content"].partition("\n\nProposed ")
     claim = response.partition(": ")[2].partition("\n\nFirst explain")[0]
     return f"I see.\nConclusion: {claim in document.partition('Document: ')[2].partition('Reference ')[0]}"
@@ -51,7 +51,7 @@ Measured = Callable[..., Report]
 
 @pytest.fixture
 def measured(tmp_path: Path, endpoint: FakeJudge) -> Measured:
-    """Measures models, by default on documents about birds."""
+    """Measure models, by default on documents about birds."""
     birds = tmp_path / "birds.jsonl"
     rows = [
         {"document": f"There are {number} birds. They sing.", "summary": f"{number} birds sing."}

@@ -14,7 +14,7 @@ from support.rule_based_lm import rule_based_lm
 
 
 def copier() -> LoadedModel:
-    """Answers as the demonstration does whose question begins with the same word; without one, with an impossible z."""
+    """Answer as the demonstration does whose question begins with the same word; without one, with an impossible z."""
 
     def answer(text: str) -> str:
         *demonstrations, question = text.split(SEPARATOR)

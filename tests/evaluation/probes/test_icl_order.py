@@ -17,12 +17,12 @@ from support.rule_based_lm import rule_based_lm
 
 
 def echo() -> LoadedModel:
-    """Answers what the last demonstration does."""
+    """Answer what the last demonstration does."""
     return rule_based_lm(lambda text: text.split(SEPARATOR)[-2].split("Type:")[1] + SEPARATOR, after="Type:")
 
 
 def steady() -> LoadedModel:
-    """Answers `human`, whatever the demonstrations are."""
+    """Answer `human`, whatever the demonstrations are."""
     return rule_based_lm(lambda _: " human" + SEPARATOR, after="Type:")
 
 

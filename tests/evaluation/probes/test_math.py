@@ -20,7 +20,7 @@ def measured(output: Path, *loaded_models: LoadedModel, data: Path | None = None
 
 
 def solver(known: Callable[[int], bool], thought: str) -> LoadedModel:
-    """Answers "What is a + b?" after a thought, rightly if `known(a)`, and goes on with a question of its own."""
+    """Answer "What is a + b?" after a thought, rightly if `known(a)`, and goes on with a question of its own."""
 
     def answer(text: str) -> str:
         one, _, two = text.rpartition("What is ")[2].partition("?")[0].split()

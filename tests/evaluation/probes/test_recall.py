@@ -14,7 +14,7 @@ from support.rule_based_lm import RuleBasedLM, byte_tokenizer
 
 
 def reciter() -> LoadedModel:
-    """Gives half of the probability to what followed the last token when it was there last, the rest to all others."""
+    """Give half of the probability to what followed the last token when it was there last, the rest to all others."""
     vocabulary = len(byte_tokenizer())
 
     def next_token(ids: list[int]) -> dict[int, float]:

@@ -32,7 +32,7 @@ from support.rule_based_lm import byte_tokenizer, rule_based_lm
 
 @pytest.fixture(scope="module", autouse=True)
 def small_lm_eval(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Leaves lm-eval one folder of its own tasks, and no list of packages, made by pip: both take seconds.
+    """Leave lm-eval one folder of its own tasks, and no list of packages, made by pip: both take seconds.
 
     Data that the environment names are ignored.
     """
@@ -240,7 +240,7 @@ def test_data_of_option_environment_or_sample_are_read(tmp_path: Path, monkeypat
 
 
 def call(*arguments: object) -> int:
-    """Runs the command as the shell would, in this process. Returns its exit status."""
+    """Run the command as the shell would, in this process. Returns its exit status."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["diffllama", *map(str, arguments)])
         with pytest.raises(SystemExit) as end:
