@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def less_garbage() -> Iterator[None]:
-    """Keep what was imported out of the garbage collection before each training, which takes most of its time."""
+    """Exclude imported objects from garbage collection during training, where it takes most of the time."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -38,9 +38,9 @@ def less_garbage() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def static_shapes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compile flex_attention for the shapes at hand.
+    """Compile flex_attention for each shape.
 
-    After several shapes torch would compile for all at once, and its C++ for that does not always compile on the CPU
+    After several shapes torch would compile for dynamic shapes, and that C++ does not always compile on the CPU
     (torch 2.13: `cur_kvSplitSize2` was not declared).
     """
     if "flex_attention" not in request.node.name:
@@ -54,7 +54,7 @@ def static_shapes(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    """An empty Hub for client processes, which must ask for nothing that it does not know."""
+    """An empty fake Hub for client processes, which fails the test after an unknown request."""
     with Hub() as hub:
         yield hub
     assert [request for request in hub.requests if request.status == 501] == []
@@ -62,7 +62,7 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture
 def patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter patches its language again whenever a kernel calls a function, most of the time of all."""
+    """Patch triton.language once. The interpreter patches it for each call in a kernel, which takes much time."""
     if importlib.util.find_spec("triton") and not torch.cuda.is_available():
         from triton.runtime.interpreter import InterpretedFunction
 

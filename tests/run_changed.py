@@ -1,11 +1,11 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the quick tests of what changed since a branch, also of what is not committed.
+"""Runs the quick tests of files that differ from a branch, including uncommitted changes.
 
 Usage: python tests/run_changed.py [BRANCH] [PYTEST OPTIONS ...]
 
 A file's tests are in the file that mirrors it: conversion/shards.py in tests/conversion/test_shards.py, README.md in
-tests/test_readme.py. What a helper of many tests changes, only all tests show.
+tests/test_readme.py. A changed helper of many tests needs a run of all tests.
 """
 
 import subprocess
@@ -22,7 +22,7 @@ TESTS = {path.relative_to(ROOT) for path in ROOT.glob("tests/**/test_*.py")}
 
 
 def changed_files(branch: str) -> list[Path]:
-    """Files that differ from those where a branch was left, or that git does not know yet."""
+    """Return the files that differ from the branch's merge base, and untracked files."""
 
     def git(*words: str) -> list[str]:
         return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
@@ -32,7 +32,7 @@ def changed_files(branch: str) -> list[Path]:
 
 
 def tests_of(changed: Iterable[Path]) -> set[Path]:
-    """The test files of changed files: themselves, and those that mirror them."""
+    """Return the changed test files, and those that mirror changed files."""
     tests: set[Path] = set()
     for path in changed:
         folder = Path(FOLDERS.get(path.parent.as_posix(), path.parent))

@@ -1,4 +1,4 @@
-"""Continuous integration tests the versions that this package says it supports."""
+"""Continuous integration tests the supported versions."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""CITATION.cff: what the Citation File Format 1.2.0 requires, this version, and the paper."""
+"""CITATION.cff has the fields that the Citation File Format 1.2.0 requires, this version, and the paper."""
 
 from pathlib import Path
 from typing import Any

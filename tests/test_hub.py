@@ -1,4 +1,4 @@
-"""The fake Hub where tests with the real client (test_upload, test_publishing) would not notice that it is wrong."""
+"""Behaviour of the fake Hub that tests with the real client (test_upload, test_publishing) do not check."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ WRITE = [CommitOperationAdd("file", b"0")]
 
 @pytest.fixture
 def model(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
-    """A repository of alice's. The client of this process has no token unless one is given."""
+    """Alice's repository. The client of this process has no token unless a test passes one."""
     connect(hub, tmp_path, monkeypatch)
     monkeypatch.delenv("HF_TOKEN")
     repository = hub.create("alice/model")

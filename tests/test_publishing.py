@@ -1,4 +1,4 @@
-"""The commands of docs/publish.md with the real client: a model is uploaded, and loaded by processes elsewhere."""
+"""The commands of docs/publish.md with the real client: upload, and loading on other machines."""
 
 import json
 import re
@@ -105,7 +105,7 @@ class Story:
 
 
 def run_commands(lines: list[list[str]]) -> str:
-    """The output of lines of the command line, which must succeed."""
+    """Run lines of the command line, which must succeed. Returns their output."""
     output = ""
     for _, *words in lines:
         result = CliRunner().invoke(app, words)
@@ -138,7 +138,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
             newest = repository.refs["main"]
 
         def elsewhere(code: str, *arguments: str, home: str, token: str | None = None, offline: bool = False) -> Answer:
-            """Run code in a process of another machine."""
+            """Run code in a process with the environment of another machine."""
             before = len(hub.requests)
             (work / home).mkdir(exist_ok=True)
             environment = hub.environment(work / home, token) | {"HF_HUB_OFFLINE": str(int(offline))}
@@ -153,7 +153,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 @pytest.fixture(scope="module")
 def expected(story: Story) -> torch.Tensor:
-    """What the package computes with what was exported."""
+    """Return the package's outputs of the exported model."""
     with torch.no_grad():
         return DiffLlamaForCausalLM.from_pretrained(story.folder)(torch.arange(1, 14)[None]).logits
 

@@ -1,4 +1,4 @@
-"""README.md is short, and what it promises exists. tests/docs runs its commands and code."""
+"""README.md is short, and its targets and links exist. tests/docs runs its commands and code."""
 
 import re
 import subprocess

@@ -59,13 +59,13 @@ def outcome(auto, *args, **kwargs):
 
 
 def facts(code: str, work: Path) -> dict[str, str]:
-    """Run code that fills the dictionary `facts`, in a fresh process that has its caches in `work`."""
+    """Run code that fills the dictionary `facts`, in a fresh process with its caches in `work`."""
     caches = {"HF_HOME": str(work), "HF_HUB_CACHE": str(work / "hub"), "HF_MODULES_CACHE": str(work / "modules")}
     return subprocess_runner.facts(PRELUDE + code, caches | {"HF_HUB_OFFLINE": "1"}, cwd=work)
 
 
 def save(folder: Path, variant: str = "v1", runs: bool = True) -> Path:
-    """A folder of ours, whose code does not run, or does."""
+    """Save a folder of ours, with code that may or must not run."""
     tiny_model(variant).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     for file in () if runs else folder.glob("*.py"):
@@ -75,7 +75,7 @@ def save(folder: Path, variant: str = "v1", runs: bool = True) -> Path:
 
 @pytest.fixture(scope="module")
 def with_package(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What loading several folders does where the package is imported: the module of a class, or an error."""
+    """Load several folders with the package imported. Returns the module of each class, or the error."""
     work = tmp_path_factory.mktemp("with_package")
     for variant in VARIANTS:
         save(work / variant, variant, runs=False)

@@ -2,8 +2,8 @@
 
     python tests/transformers_versions.py 5.6.0=.venv-transformers-5.6.0/bin/python 5.15.1=.venv-5.15.1/bin/python
 
-This process has the newest version and the package. It makes folders and says what they compute. Then each version
-named, and the newest, loads them in a process that cannot import the package, by the folders' own code.
+This process has the newest version and the package. It writes folders and their outputs. Then each named version, and
+the newest, loads them by the folders' own code, in a process that cannot import the package.
 """
 
 import importlib.metadata
@@ -67,7 +67,7 @@ def may_round(name: str, windowed: bool) -> bool:
 
 @torch.no_grad()
 def logits(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What a model computes of 13 tokens, at once or as six and then one by one."""
+    """Compute the logits of 13 tokens, at once, or six and then one by one."""
     input_ids = torch.randint(6, 97, (2, 13), generator=torch.Generator().manual_seed(0))
     padding = torch.ones_like(input_ids)
     padding[1, :4] = 0
@@ -88,7 +88,7 @@ def logits(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
-    """What a tokenizer makes of text, and what a model writes where rounding cannot decide between two words."""
+    """Return the tokens of a text, and a model's text in which rounding cannot decide between two words."""
     chat = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     batch = tokenizer([TEXT, "w6"], padding=True, return_tensors="pt", return_token_type_ids=False)
     results = {
@@ -108,7 +108,7 @@ def texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[st
 
 
 def make(work: Path) -> None:
-    """Export models of every kind to `work`, and beside each folder what the package computes, also in float64."""
+    """Export models of every kind to `work`, and beside each folder the package's outputs, also in float64."""
     from diffllama.hub_cards.hub_folder import export
     from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_model, tiny_tokenizer
 
@@ -125,7 +125,7 @@ def make(work: Path) -> None:
 
 
 def check(work: Path, exactly: bool) -> dict[str, Any]:
-    """Load every folder in `work` by its code. Returns what differs, and what there is to know about this process."""
+    """Load every folder in `work` by its code. Returns the differences, and facts about this process."""
     equal, rounded, faults = 0, 0, []
     for folder in sorted(path for path in work.iterdir() if path.is_dir()):
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
@@ -155,12 +155,12 @@ def check(work: Path, exactly: bool) -> dict[str, Any]:
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference of two tensors."""
+    """Return the largest difference of two tensors."""
     return float((found.double() - expected.double()).abs().max())
 
 
 def run(python: str, work: Path, caches: Path, exactly: bool) -> dict[str, Any]:
-    """`check`, in a fresh process of an environment."""
+    """Run `check` in a fresh process of an environment."""
     env = os.environ | {"HF_MODULES_CACHE": str(caches), "HF_HOME": str(caches), "HF_HUB_OFFLINE": "1"}
     command = [python, __file__, "--check", work, *(["--exactly"] if exactly else [])]
     process = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
@@ -170,7 +170,7 @@ def run(python: str, work: Path, caches: Path, exactly: bool) -> dict[str, Any]:
 
 
 def main(environments: list[str]) -> None:
-    """Make the folders, loads them in every environment and fails if anything differs."""
+    """Write the folders, load them in every environment, and fail if anything differs."""
     newest = importlib.metadata.version("transformers")
     wanted = dict(environment.split("=", 1) for environment in environments) | {newest: sys.executable}
     if len(wanted) != 3:

@@ -1,4 +1,4 @@
-"""What tests of benchmarks share."""
+"""Fixtures of the benchmarks' tests."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 @pytest.fixture
 def functions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Attention functions by name, of which a test may replace some. Ours are timed with sdpa and fused."""
+    """Attention functions by name, which a test may replace. Ours are timed under sdpa and fused."""
     found = dict(AttentionInterface._global_mapping)
     monkeypatch.setattr("benchmarks.implementations.OURS", ("sdpa", "fused"))
     monkeypatch.setattr(AttentionInterface, "_global_mapping", found)

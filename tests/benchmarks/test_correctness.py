@@ -8,7 +8,7 @@ TRUTH = {"layers.0.weight": torch.tensor([3.0, 0.0]), "layers.1.weight": torch.t
 
 
 def off(by: float) -> dict[str, torch.Tensor]:
-    """Values whose relative error over both layers is known."""
+    """Return values with a known relative error over both layers."""
     return {"layers.0.weight": TRUTH["layers.0.weight"] + torch.tensor([0.0, 5 * by]), **{
         name: tensor for name, tensor in TRUTH.items() if name != "layers.0.weight"
     }}  # fmt: skip

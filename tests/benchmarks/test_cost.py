@@ -1,4 +1,4 @@
-"""What `cost` says attention takes is what torch counts in plain formulas of it."""
+"""`cost` equals the operations that torch counts in the plain formulas of attention."""
 
 from collections.abc import Callable
 
@@ -31,14 +31,14 @@ def softmax_maps(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def counted(compute: Callable[[], object], queries: int) -> float:
-    """Multiplications with additions, in units of n·m·d."""
+    """Count multiply-adds, in units of n·m·d."""
     with FlopCounterMode(display=False) as counter:
         compute()
     return counter.get_total_flops() / (2 * queries * N * D)
 
 
 def plain(way: str, queries: int = N) -> tuple[float, float]:
-    """What a forward and a backward take; the backward makes the maps again, as kernels that do not keep them."""
+    """Return the costs of a forward and of a backward that computes the maps again instead of storing them."""
     maps, width, values, value_width, subtracts = SHAPES[way]
     query = torch.randn(maps, queries, width, requires_grad=True)
     key = torch.randn(maps, N, width, requires_grad=True)

@@ -12,7 +12,7 @@ PAGE = (Path(__file__).parents[2] / "docs/performance.md").read_text(encoding="u
 
 
 def documented(device: str) -> set[tuple[str, int, int, float]]:
-    """Case, sequences, tokens and largest ratio of the goals in the page's table."""
+    """Return case, sequences, tokens and largest ratio of the goals in the page's table."""
     goals = set()
     for case, cpu, gpu in re.findall(r"^\| `(model/\w+)` \| (.*) \| (.*) \|$", PAGE, re.MULTILINE):
         ratio, where = re.fullmatch(r"(.+) \((.+) tokens\)", gpu if device == "cuda" else cpu).groups()

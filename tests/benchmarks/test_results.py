@@ -16,7 +16,7 @@ SETTING = Setting("tiny", 2, 33)
 
 
 def milliseconds(*times: float) -> Callable[[Callable[[], Any]], float]:
-    """A clock that says these, one after the other, and runs what it should time."""
+    """Return a clock that runs the timed function and returns these times, one after the other."""
     left = iter(times)
 
     def clock(run: Callable[[], Any]) -> float:

@@ -41,7 +41,7 @@ ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 def stub(port: int, pause: float = 0.01) -> list[str]:
-    """A server that answers every prompt by three words."""
+    """A server that answers every prompt with three words."""
     return [sys.executable, "-c", STUB.replace("PAUSE", str(pause)), str(port)]
 
 

@@ -1,4 +1,4 @@
-"""What is said where a package of an extra is missing."""
+"""Error messages for missing packages of an extra."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Where sources are found, and files that are complete or as they were."""
+"""Sources are located, and files are replaced completely or not at all."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from diffllama.checkpoints.files import locate, locked, replace_file
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
-    """What the Hub is asked for; it has the repository some/model alone."""
+    """Requests to a Hub that has only the repository some/model."""
     calls: list[tuple[str, dict[str, Any]]] = []
 
     def download(name: str, **options: Any) -> str:

@@ -15,7 +15,7 @@ from support.llama_checkpoints import snapshot
 
 @pytest.fixture
 def dest(tmp_path: Path) -> Path:
-    """A folder that looks like a model's."""
+    """A folder that looks like a model folder."""
     folder = tmp_path / "dest"
     folder.mkdir()
     (folder / "config.json").write_text("old")
@@ -193,7 +193,7 @@ OLD, NEW = {"config.json": b"old"}, {"config.json": b"new"}
 
 
 def replace_and_be_killed(dest: Path, moment: str) -> None:
-    """Leave what a process leaves that is killed at some moment while it replaces a folder."""
+    """Create the files of a process that is killed while it replaces a folder."""
 
     def kill(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

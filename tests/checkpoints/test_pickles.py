@@ -149,7 +149,7 @@ def test_other_file_than_a_pickle_of_torch_is_refused(content: bytes, reason: st
 
 
 class Evil:
-    """Makes a file when it is unpickled by pickle itself."""
+    """Creates a file when pickle loads it."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -159,7 +159,7 @@ class Evil:
 
 
 def save_plain(file: Path, content: Any) -> Path:
-    """Pickle without torch."""
+    """Pickle an object without torch."""
     return write_file(file, pickle.dumps(content))
 
 

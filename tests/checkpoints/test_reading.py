@@ -1,4 +1,4 @@
-"""Checkpoints are read, or refused by the name of what is wrong."""
+"""Checkpoints are read, or refused with a message that names the fault."""
 
 import hashlib
 import json

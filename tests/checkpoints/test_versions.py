@@ -1,4 +1,4 @@
-"""Which commit the package is of."""
+"""The package's commit."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Shards are what was to be written, and transformers reads them."""
+"""Shards contain the planned tensors, and transformers reads them."""
 
 import gc
 import tempfile

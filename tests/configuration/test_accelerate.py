@@ -1,4 +1,4 @@
-"""The files for `accelerate launch` say what they mean to accelerate itself."""
+"""accelerate reads the intended settings from the files for `accelerate launch`."""
 
 import functools
 from collections.abc import Callable
@@ -25,7 +25,7 @@ FSDP2, ZERO = (sorted(name for name in BY_NAME if kind in name) for kind in ("fs
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Tell:
-    """Tell this process what `accelerate launch` tells those that it starts."""
+    """Set the environment variables that `accelerate launch` sets."""
 
     def tell(file: str, *options: str) -> None:
         for name, value in environment(launch_arguments(file, *options)).items():

@@ -31,14 +31,14 @@ PUBLISHED = {
 
 
 def parameters(config: DiffLlamaConfig | LlamaConfig) -> dict[str, nn.Parameter]:
-    """The parameters of the language model of this configuration, on the meta device; tied ones once."""
+    """Return the model's parameters on the meta device; tied parameters count once."""
     model_class = DiffLlamaForCausalLM if isinstance(config, DiffLlamaConfig) else LlamaForCausalLM
     with torch.device("meta"):
         return dict(model_class(config).named_parameters())
 
 
 def count(config: DiffLlamaConfig | LlamaConfig) -> int:
-    """Number of parameters."""
+    """Return the number of parameters."""
     return sum(parameter.numel() for parameter in parameters(config).values())
 
 
@@ -269,7 +269,7 @@ def test_changed_recipe_is_not_remembered() -> None:
 
 @pytest.mark.parametrize("variant", ["v1", "v2"])
 def test_lambda_is_decayed_like_any_weight_and_norms_are_not(variant: str, tmp_path: Path) -> None:
-    """As where microsoft/unilm trains: its modules mark nothing as exempt. (There, norms are decayed too.)"""
+    """microsoft/unilm's modules exempt nothing from weight decay, not even norms."""
     model = DiffLlamaForCausalLM(tiny_config(variant))
     decayed = set(Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True)).get_decay_parameter_names(model))
     exempt = {name for name, _ in model.named_parameters()} - decayed

@@ -67,14 +67,14 @@ convert = partial(diffllama.convert, source="llama")
 
 @torch.no_grad()
 def assert_same_logits(folder: Path, source: Path) -> None:
-    """A folder of ours and its source, a Llama, give the same bits."""
+    """Check that a converted folder and its source compute equal bits."""
     models = DiffLlamaForCausalLM.from_pretrained(folder), LlamaForCausalLM.from_pretrained(source)
     assert torch.equal(*(model(input_ids=tokens(2, 24)).logits for model in models))
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A Llama with a tokenizer and settings for generation."""
+    """A Llama with a tokenizer and generation settings."""
     folder = llama(tmp_path / "src")
     add_tokenizer(folder)
     GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=[2, 3]).save_pretrained(folder)
@@ -82,7 +82,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def by_columns(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, not contiguous."""
+    """Return the same values in a tensor that is not contiguous."""
     return tensor.T.contiguous().T if tensor.ndim == 2 else tensor
 
 
@@ -429,7 +429,7 @@ def test_no_weights_are_read_before_it_is_refused(
 
 
 def sentencepiece_like(folder: Path) -> None:
-    """A tokenizer.json as Mistral's and Phi-3's: what `LlamaTokenizer` would make of it is another tokenizer."""
+    """Return a tokenizer.json like Mistral's and Phi-3's, which `LlamaTokenizer` would load as another tokenizer."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(97, 123))]
     backend = Tokenizer(
         models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)

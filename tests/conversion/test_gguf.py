@@ -1,4 +1,4 @@
-"""GGUF files of Llama and its relatives, written here as llama.cpp's converter writes them."""
+"""GGUF files of Llama and related models, in the format of llama.cpp's converter."""
 
 import hashlib
 import json
@@ -37,7 +37,7 @@ TEXT = "hello, tell  the 北\n"
 
 @dataclass(frozen=True)
 class File:
-    """A GGUF file: architecture, model, type of the matrices, kind of tokenizer, more metadata and tensors."""
+    """A GGUF file: architecture, model, type of the matrices, kind of tokenizer, further metadata and tensors."""
 
     arch: str
     config_class: type[PreTrainedConfig]
@@ -74,7 +74,7 @@ LOST = {  # what transformers would pass over
 
 
 def write(folder: Path, file: File) -> Path:
-    """Write a model as `original` and as x.gguf into a folder."""
+    """Write a model into a folder, as `original` and as x.gguf."""
     config = file.config_class(**(COMMON | file.fields))
     width = getattr(config, "head_dim", None) or 16
     writer = GGUFWriter(folder / "x.gguf", file.arch)
@@ -111,7 +111,7 @@ def write(folder: Path, file: File) -> Path:
 
 
 def add_tokenizer(writer: GGUFWriter, kind: str) -> None:
-    """288 tokens: bytes and a few pieces, in the spelling of GPT-2 or of Llama 2."""
+    """Add 288 tokens: bytes and a few pieces, spelled as in GPT-2 or in Llama 2."""
     special, pieces = ["<unk>", "<s>", "</s>"], ["he", "ll", "hell", "hello", "te"]
     letters = sorted(ByteLevel.alphabet()) if kind == "gpt2" else [*(f"<0x{i:02X}>" for i in range(256)), *"▁helot"]
     vocabulary = [*special, *letters, *pieces]

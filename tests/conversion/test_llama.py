@@ -58,7 +58,7 @@ convert = partial(diffllama.convert, source="llama")
 
 
 def logits(model: PreTrainedModel) -> torch.Tensor:
-    """Logits of two rows, the second one padded on the left."""
+    """Compute the logits of two rows, the second one padded on the left."""
     mask = torch.ones(2, 24, dtype=torch.long)
     mask[1, :7] = 0
     with torch.no_grad():
@@ -72,7 +72,7 @@ def source_config(case: str) -> PreTrainedConfig:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[Path, Path]]:
-    """Case and dtype -> the source's folder and the converted one's."""
+    """Folders by case and dtype: of the source and of its conversion."""
     root, result = tmp_path_factory.mktemp("llamas"), {}
     for case in CASES:
         source = save_model(root / case, source_config(case))

@@ -43,7 +43,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def weights(fields: dict[str, Any]) -> Weights:
-    """Random weights under Motif's names."""
+    """Return random weights under Motif's names."""
     hidden, intermediate = fields["hidden_size"], fields["intermediate_size"]
     heads, keys = fields["num_attention_heads"], fields["num_key_value_heads"]
     noise_heads = fields.get("num_noise_heads", heads // 2)
@@ -148,7 +148,7 @@ SIZES_12_7B = {
 
 
 def published(sizes: dict[str, Any]) -> tuple[Weights, Weights]:
-    """Motif's tensors and ours, on the meta device."""
+    """Return Motif's tensors and ours, on the meta device."""
     config = DiffLlamaConfig(**translate(FIELDS | sizes))
     ours = expected_tensors(config)
     theirs = {name: step.result for name, step in plan(ours, TO_MOTIF, config).items()}
@@ -158,7 +158,7 @@ def published(sizes: dict[str, Any]) -> tuple[Weights, Weights]:
 
 
 def file_bytes(tensors: Weights) -> int:
-    """The size of a safetensors file: 8 bytes, a header padded to a multiple of 8, values."""
+    """Compute the size of a safetensors file: 8 bytes, a header padded to a multiple of 8, values."""
     end, header = 0, {"__metadata__": {"format": "pt"}}
     for name, tensor in tensors.items():
         header[name] = {"dtype": "F32", "shape": [*tensor.shape], "data_offsets": [end, end := end + tensor.nbytes]}
@@ -185,7 +185,7 @@ def test_12_7b_has_the_published_tensors() -> None:
 
 
 def fields(message: str, error: type[Exception] = ValueError, **edits: Any) -> tuple[Any, type[Exception], str]:
-    """Other fields in config.json; those that are `...` are missing. Most are refused before weights are looked for."""
+    """Refusal of fields in config.json; `...` removes a field. Most are refused before weights are opened."""
 
     def edit(source: Path) -> None:
         content = json.loads((source / "config.json").read_text()) | edits
@@ -197,7 +197,7 @@ def fields(message: str, error: type[Exception] = ValueError, **edits: Any) -> t
 
 
 def tensors(message: str, edit: Callable[[Weights], Any]) -> tuple[Any, type[Exception], str]:
-    """Other weights."""
+    """Refusal of weights."""
     return lambda source: edit_weights(source, edit), CheckpointError, message
 
 

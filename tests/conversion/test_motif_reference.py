@@ -1,4 +1,4 @@
-"""The reference itself, against loops over heads and tokens with the index of every head written out."""
+"""The reference, compared with loops over heads and tokens with explicit indices."""
 
 import math
 from typing import NamedTuple
@@ -18,7 +18,7 @@ FREQUENCIES = torch.tensor([1.0, 0.31, 0.07], dtype=torch.float64)
 
 
 class Case(NamedTuple):
-    """A layout of heads: the query of each signal, its noise's query, and the key/value head that both read."""
+    """A layout of heads: for each signal its query, the query of its noise, and the key/value head that both read."""
 
     heads: int
     key_value_heads: int
@@ -38,7 +38,7 @@ each_case = pytest.mark.parametrize("case", [pytest.param(case, id=name) for nam
 
 
 def assert_same(actual: Tensor, expected: Tensor) -> None:
-    """Equal but for the order of float64 sums of fewer than a hundred terms of order one."""
+    """Check equality up to the order of float64 sums of fewer than a hundred terms of order one."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
@@ -47,7 +47,7 @@ def randn(*shape: int) -> Tensor:
 
 
 def attention_weights(case: Case) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-    """Projections, λ vectors and the head norm's weight."""
+    """Return projections, λ vectors and the head norm's weight."""
     keys, outputs = case.key_value_heads * 2 * WIDTH, len(case.signals) * 2 * WIDTH
     shapes = ((case.heads * WIDTH, HIDDEN), (keys, HIDDEN), (keys, HIDDEN), (HIDDEN, outputs))
     lambdas = tuple(randn(WIDTH) / 2 for _ in range(4))
@@ -55,23 +55,23 @@ def attention_weights(case: Case) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...
 
 
 def naive_norm(x: Tensor, eps: float) -> Tensor:
-    """Each row of [n, size] divided by its root mean square."""
+    """Divide each row of [n, size] by its root mean square."""
     return torch.stack([row / math.sqrt(row.dot(row).item() / len(row) + eps) for row in x])
 
 
 def naive_read(x: Tensor, weight: Tensor, head: int, width: int) -> Tensor:
-    """What one head of a projection says of each token: [n, hidden] -> [n, width]."""
+    """Project each token by one head: [n, hidden] -> [n, width]."""
     return x @ weight[head * width : (head + 1) * width].T
 
 
 def naive_turned(x: Tensor, pairs: list[tuple[int, int]], scaling: float) -> Tensor:
-    """Pairs as complex numbers, turned by position × frequency: [n, d] -> [n, d / 2]."""
+    """Rotate pairs, as complex numbers, by position × frequency: [n, d] -> [n, d / 2]."""
     a, b = (torch.stack([x[:, pair[part]] for pair in pairs], dim=1) for part in (0, 1))
     return (a + 1j * b) * torch.exp(1j * torch.arange(len(x))[:, None] * FREQUENCIES) * scaling
 
 
 def naive_map(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """One softmax map times values, token by token over its past: complex [n, d / 2] twice, [n, 2d] -> [n, 2d]."""
+    """Multiply one softmax map by values, token by token: complex [n, d / 2] twice, [n, 2d] -> [n, 2d]."""
     rows = []
     for token in range(len(query)):
         scores = ((query[token] * key[: token + 1].conj()).real.sum(-1) / math.sqrt(WIDTH)).exp()
@@ -82,7 +82,7 @@ def naive_map(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def naive_attention(
     x: Tensor, case: Case, weights: tuple, pairs: list[tuple[int, int]], lambda_init: float, eps: float, scaling: float
 ) -> Tensor:
-    """One row, [n, hidden] -> [n, hidden]: the sum of what each signal head adds."""
+    """Sum the outputs of the signal heads of one row: [n, hidden] -> [n, hidden]."""
     (q_proj, k_proj, v_proj, o_proj), (q1, k1, q2, k2), subln = weights
     scale = math.exp(q1.dot(k1).item()) - math.exp(q2.dot(k2).item()) + lambda_init
     total = torch.zeros_like(x)
@@ -116,7 +116,7 @@ def test_attention_equals_the_loops(case: Case, rotation: str) -> None:
 
 
 def naive_poly_norm(x: Tensor, cubic: float, quadratic: float, linear: float, bias: float) -> Tensor:
-    """Each row of [n, size], number by number."""
+    """Compute PolyNorm of each row of [n, size], number by number."""
     rows = []
     for row in x.tolist():
         sizes = [math.sqrt(sum(z ** (2 * power) for z in row) / len(row) + 1e-6) for power in (3, 2, 1)]
@@ -135,7 +135,7 @@ def test_poly_norm_equals_the_published_case_and_the_loops() -> None:
 
 
 def model_weights(case: Case, names: dict[str, str], layer: str, gated: bool, tied: bool) -> dict[str, Tensor]:
-    """Random weights of two layers, under the names that each model gives them."""
+    """Return random weights of two layers, under each model's names."""
     torch.manual_seed(0)
     weights = {names["embedding"]: randn(VOCABULARY, HIDDEN), names["norm"]: 1 + randn(HIDDEN) / 3}
     for i in range(2):
@@ -166,7 +166,7 @@ PERDIX = {
 
 
 def naive_logits(input_ids: Tensor, weights: dict[str, Tensor], case: Case, perdix: bool) -> Tensor:
-    """One row, [n] -> [n, vocabulary], with ε = 0.1 in all norms but Motif's head norm, which has 0.2."""
+    """Compute one row, [n] -> [n, vocabulary], with ε = 0.1 in all norms except Motif's head norm, which has 0.2."""
     names, layer = (PERDIX, "blocks.{}.") if perdix else (MOTIF, "model.layers.{}.")
     x = torch.stack([weights[names["embedding"]][token] for token in input_ids.tolist()])
     for i in range(2):

@@ -1,4 +1,4 @@
-"""Every operation, against the index of every row or column written out in loops over heads."""
+"""Every operation, compared with loops over heads that index every row or column."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,7 +16,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Sizes(NamedTuple):
-    """Signal heads, key/value heads, d = D/2, and the signal heads of a group."""
+    """Numbers of signal heads and key/value heads, d = D/2, and number of signals in a group."""
 
     h: int
     h_kv: int
@@ -24,7 +24,7 @@ class Sizes(NamedTuple):
     r: int = 1
 
     def config(self, variant: str, **fields: float) -> DiffLlamaConfig:
-        """Our configuration with these sizes."""
+        """Return our configuration with these sizes."""
         noise = self.h // self.r
         heads = {"num_attention_heads": self.h + noise, "num_noise_heads": noise, "num_key_value_heads": self.h_kv}
         return tiny_config(variant, **heads, head_dim=2 * self.d, **fields)
@@ -35,14 +35,14 @@ GROUPS = [*SIZES, Sizes(3, 1, 2, 3), Sizes(6, 2, 4, 3), Sizes(8, 2, 2, 2)]
 
 
 def numbered(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """A tensor whose entries all differ (in float64)."""
+    """Return a tensor whose entries all differ (in float64)."""
     return torch.arange(1, 1 + torch.Size(shape).numel()).view(shape).to(dtype)
 
 
 def apply(
     operation: Callable[..., torch.Tensor], config: DiffLlamaConfig, tensor: torch.Tensor, *others: torch.Tensor
 ) -> torch.Tensor:
-    """What an operation makes. It keeps dtypes, changes no tensor of the source, and its shape can be planned."""
+    """Apply an operation. Checks that it keeps dtypes, changes no input, and has the planned shape."""
     before = tensor.clone()
     result = operation(tensor, config, *others)
     planned = operation(tensor.to("meta"), config, *(other.to("meta") for other in others))
@@ -56,7 +56,7 @@ def apply(
 
 
 def vectors(order: list[int], width: int) -> list[int]:
-    """The rows of whole vectors."""
+    """Return the rows of whole vectors."""
     return [vector * width + row for vector in order for row in range(width)]
 
 
@@ -65,7 +65,7 @@ def fused(s: Sizes) -> int:
 
 
 def fused_rows(s: Sizes, first: int, count: int) -> list[int]:
-    """The rows of so many heads, from one on, of queries, keys and values one below the other."""
+    """Return the rows of `heads` heads from `first` on, in fused queries, keys and values."""
     return [first * 2 * s.d + row for row in range(count * 2 * s.d)]
 
 
@@ -92,7 +92,7 @@ def halves(n: int, width: int) -> list[int]:
 
 
 def half_rotated(n: int, width: int) -> list[int]:
-    """Row i < w/2 is row 2i of the pairs, row i + w/2 is row 2i + 1."""
+    """Return rows in half-rotation order: row i < w/2 is row 2i of the pairs, row i + w/2 is row 2i + 1."""
     rows = []
     for vector in range(n):
         for i in range(width):
@@ -118,7 +118,7 @@ def repeated_values(s: Sizes) -> list[int]:
 
 
 class Reordering(NamedTuple):
-    """An operation that moves rows: how many the source has, and which one each row of the result is."""
+    """An operation that moves rows: the number of source rows, and the source row of each result row."""
 
     operation: Callable[[torch.Tensor, DiffLlamaConfig], torch.Tensor]
     variants: tuple[str, ...]
@@ -188,7 +188,7 @@ def test_columns_of_the_output_projection_go_where_the_paired_heads_are(sizes: S
 @pytest.mark.parametrize("variant", BOTH)
 @pytest.mark.parametrize("sizes", GROUPS, ids=lambda sizes: "-".join(map(str, sizes)))
 def test_noise_behind_each_group_is_the_mean_of_heads(sizes: Sizes, variant: str) -> None:
-    """V2: of the group's signals. V1: of the heads that are paired with them."""
+    """In V2 these are the group's signals, in V1 the heads that are paired with them."""
     operation, width = operations.append_noise_queries, 2 * sizes.d
     signals = noises = list(range(sizes.h))
     if variant == "v1":
@@ -225,7 +225,7 @@ def test_copy_and_double_of_a_group_of_one_are_exact(dtype: torch.dtype) -> None
 
 
 def rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dimension, without a weight."""
+    """Compute RMSNorm over the last dimension, without a weight."""
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
 

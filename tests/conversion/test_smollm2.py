@@ -49,9 +49,9 @@ BEGINNINGS = (
 
 @pytest.fixture(scope="module", autouse=True)
 def parsed_once() -> Iterator[None]:
-    """Let gguf parse the file, and list names, once: transformers asks again and again, for most of the time.
+    """Let gguf parse the file and list names once. transformers does it repeatedly, which takes most of the time.
 
-    gguf reads a number or a text at a time, which takes several times as long from a mapped file as from memory.
+    gguf reads single numbers and strings, several times slower from a memory-mapped file than from memory.
     """
     reader = functools.cache(pkgutil.resolve_name("gguf.GGUFReader"))
     with pytest.MonkeyPatch.context() as patch:
@@ -74,7 +74,7 @@ def source(gguf: Path) -> TransformersModel:
 
 @pytest.fixture(scope="module")
 def folder(gguf: Path, source: TransformersModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The converted model; removed afterwards, for it is half a gigabyte."""
+    """The converted model, removed afterwards because it has half a gigabyte."""
     with pytest.MonkeyPatch.context() as patch:  # the file takes seconds to expand: the conversion shares the source
         patch.setattr("diffllama.conversion.converters.TransformersModel", lambda *_, **__: source)
         folder = convert(gguf, tmp_path_factory.mktemp("smollm2") / "diff", source="llama", verify=False)
@@ -84,7 +84,7 @@ def folder(gguf: Path, source: TransformersModel, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="module")
 def original(source: TransformersModel) -> LlamaForCausalLM:
-    """What transformers reads from the file, with its default attention."""
+    """The model that transformers reads from the file, with its default attention."""
     source.gguf_model.set_attn_implementation("sdpa")
     return source.gguf_model
 
@@ -103,13 +103,13 @@ def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def logits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> torch.Tensor:
-    """Logits of a batch, padded on the left."""
+    """Compute the logits of a batch, padded on the left."""
     with torch.no_grad():
         return model(**tokenizer(texts, return_tensors="pt", padding=True)).logits
 
 
 def continuations(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> list[str]:
-    """8 tokens more for each prompt, the likeliest ones."""
+    """Generate 8 tokens greedily for each prompt."""
     inputs = tokenizer(prompts, return_tensors="pt", padding=True)
     ids = model.generate(**inputs, max_new_tokens=8, min_new_tokens=8, do_sample=False)
     assert ids.shape[1] == inputs.input_ids.shape[1] + 8

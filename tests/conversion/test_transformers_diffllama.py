@@ -66,7 +66,7 @@ def all_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def logits(folder: Path, dtype: torch.dtype = torch.float32, implementation: str = "sdpa") -> torch.Tensor:
-    """Logits of two rows, the second one padded on the left."""
+    """Compute the logits of two rows, the second one padded on the left."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=implementation).eval()
     mask = torch.ones(2, 24, dtype=torch.long)
     mask[1, :7] = 0
@@ -169,7 +169,7 @@ def test_what_theirs_lacks_is_refused_by_name(fields: dict[str, Any], named: str
 
 
 def test_diffllama_1b_has_every_tensor() -> None:
-    """The sizes of kajuma/DiffLlama-1B."""
+    """It has the sizes of kajuma/DiffLlama-1B."""
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
     rope = LLAMA3 | {"factor": 32.0, "original_max_position_embeddings": 8192}

@@ -25,7 +25,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def attention(variant: str, key_value_heads: int, seed: int = 0) -> Weights:
-    """Random weights of one of unilm's modules, under its names: h = 4 heads, D = 16."""
+    """Return random weights of one of unilm's modules, under its names: h = 4 heads, D = 16."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {
         "q_proj.weight": (HEADS * WIDTH * (1 if variant == "v1" else 2), HIDDEN),
@@ -41,7 +41,7 @@ def attention(variant: str, key_value_heads: int, seed: int = 0) -> Weights:
 
 
 def model(variant: str, key_value_heads: int, tied: bool = False) -> Weights:
-    """Random weights of a whole model in unilm's naming."""
+    """Return random weights of a whole model under unilm's names."""
     generator = torch.Generator().manual_seed(1)
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
@@ -71,7 +71,7 @@ def write(folder: Path, weights: Weights, **fields: Any) -> Path:
 
 
 def frequencies(variant: str, theta: float) -> torch.Tensor:
-    """θ^(-2i / w) for each pair i of a query's w numbers."""
+    """Return θ^(-2i / w) for each pair i of a query of width w."""
     width = WIDTH // 2 if variant == "v1" else WIDTH
     return theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
 
@@ -169,7 +169,7 @@ def test_norm_without_weight_becomes_one_with_ones(tmp_path: Path) -> None:
 
 
 def one_file(name: str) -> Callable[[Path, list[Weights]], Path]:
-    """One state dict, with a template before the names of each layer, in a file whose name follows the template."""
+    """Save one state dict. A template gives the prefix of each layer's names, and the file is named after it."""
     prefix, suffix = name.split("|")
 
     def form(folder: Path, modules: list[Weights]) -> Path:
@@ -240,7 +240,7 @@ LAMBDA, FAR = "model.layers.1.self_attn.lambda_q2", "model.layers.999999999.mlp.
 
 
 def broken(edits: dict[str, torch.Tensor | None], **fields: Any) -> Callable[[Path], Path]:
-    """A whole model with other tensors, or without some, and with more fields in config.json."""
+    """A whole model with other or missing tensors, and further fields in config.json."""
     return lambda folder: write(
         folder / "src", {name: w for name, w in (model("v1", 2) | edits).items() if w is not None}, **fields
     )
@@ -260,7 +260,7 @@ def with_config(content: str | None) -> Callable[[Path], Path]:
 
 
 def files(*names: str, prefix: str = "") -> Callable[[Path], Path]:
-    """A folder of attention modules in files with these names, with a prefix before the names of tensors."""
+    """A folder of attention modules in files with these names, with a prefix of the tensors' names."""
 
     def prepare(folder: Path) -> Path:
         (folder / "src").mkdir()

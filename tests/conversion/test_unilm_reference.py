@@ -1,4 +1,4 @@
-"""The reference itself, against loops over heads and tokens with the index of every head written out."""
+"""The reference, compared with loops over heads and tokens with explicit indices."""
 
 import math
 from typing import NamedTuple
@@ -19,7 +19,7 @@ FREQUENCIES = torch.tensor([1.0, 0.31, 0.07], dtype=torch.float64)
 
 
 class Case(NamedTuple):
-    """A layout of heads, and for each head the keys that its two maps read, and the values."""
+    """A layout of heads: for each head the keys that its two maps read, and its values."""
 
     variant: str
     gqa_layout: str
@@ -49,7 +49,7 @@ each_case = pytest.mark.parametrize("case", [pytest.param(case, id=name) for nam
 
 
 def assert_same(actual: Tensor, expected: Tensor) -> None:
-    """Equal but for the order of float64 sums of fewer than a hundred terms of order one."""
+    """Check equality up to the order of float64 sums of fewer than a hundred terms of order one."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
@@ -77,7 +77,7 @@ def attention_weights(case: Case) -> dict[str, Tensor]:
 
 
 def model_weights(case: Case, layers: int, tied: bool) -> dict[str, Tensor]:
-    """The names and shapes of a whole model."""
+    """Return the names and shapes of a whole model."""
     torch.manual_seed(0)
     weights = {"model.embed_tokens.weight": randn(VOCABULARY, EMBED), "model.norm.weight": randn(EMBED)}
     for layer in range(layers):
@@ -90,7 +90,7 @@ def model_weights(case: Case, layers: int, tied: bool) -> dict[str, Tensor]:
 
 
 def logits(input_ids: Tensor, weights: dict[str, Tensor], case: Case) -> Tensor:
-    """The reference's logits, with a large epsilon that cannot go unseen."""
+    """Compute the reference's logits, with ε so large that an omission is visible."""
     return unilm_reference.logits(
         input_ids, weights, rms_norm_eps=0.1, inverse_frequencies=FREQUENCIES, attention_scaling=1.3,
         gqa_layout=case.gqa_layout,
@@ -98,23 +98,23 @@ def logits(input_ids: Tensor, weights: dict[str, Tensor], case: Case) -> Tensor:
 
 
 def naive_norm(x: Tensor, eps: float) -> Tensor:
-    """Each row of [n, size] divided by its root mean square."""
+    """Divide each row of [n, size] by its root mean square."""
     return torch.stack([row / math.sqrt(row.dot(row).item() / len(row) + eps) for row in x])
 
 
 def naive_read(x: Tensor, weight: Tensor, head: int, width: int) -> Tensor:
-    """What one head of a projection says of each token: [n, embed] -> [n, width]."""
+    """Project each token by one head: [n, embed] -> [n, width]."""
     return x @ weight[head * width : (head + 1) * width].T
 
 
 def naive_turned(x: Tensor, scaling: float) -> Tensor:
-    """Pairs as complex numbers, turned by position × frequency: [n, w] -> [n, w / 2]."""
+    """Rotate pairs, as complex numbers, by position × frequency: [n, w] -> [n, w / 2]."""
     angles = torch.arange(len(x))[:, None] * FREQUENCIES
     return (x[:, 0::2] + 1j * x[:, 1::2]) * torch.exp(1j * angles) * scaling
 
 
 def naive_map(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """One softmax map times values, token by token over its past: complex [n, w / 2] twice, [n, v] -> [n, v]."""
+    """Multiply one softmax map by values, token by token: complex [n, w / 2] twice, [n, v] -> [n, v]."""
     rows = []
     for token in range(len(query)):
         scores = (query[token] * key[: token + 1].conj()).real.sum(-1) / math.sqrt(WIDTH)
@@ -123,7 +123,7 @@ def naive_map(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def naive_attention(x: Tensor, weights: dict[str, Tensor], case: Case, layer: int = 0, scaling: float = 1.0) -> Tensor:
-    """One row, [n, embed] -> [n, embed]: the sum of what each head adds."""
+    """Sum the outputs of the heads of one row: [n, embed] -> [n, embed]."""
     v1 = case.variant == "v1"
     width = 2 * WIDTH if v1 else WIDTH  # of a value
     out_proj = weights["out_proj.weight" if v1 else "o_proj.weight"]
@@ -150,7 +150,7 @@ def naive_attention(x: Tensor, weights: dict[str, Tensor], case: Case, layer: in
 
 
 def naive_logits(input_ids: Tensor, weights: dict[str, Tensor], case: Case, layers: int) -> Tensor:
-    """One row, [n] -> [n, vocabulary]."""
+    """Compute one row: [n] -> [n, vocabulary]."""
     x = torch.stack([weights["model.embed_tokens.weight"][token] for token in input_ids.tolist()])
     for layer in range(layers):
         own = under(weights, f"model.layers.{layer}.")

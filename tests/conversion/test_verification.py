@@ -18,7 +18,7 @@ from support.tiny_models import VARIANTS, tiny_model
 
 
 def outputs(*rows: list[float]) -> list[torch.Tensor]:
-    """Outputs of one sequence, [1, n, 2], without and with a cache."""
+    """Return outputs of one sequence, [1, n, 2], without and with a KV cache."""
     return [torch.tensor([rows]), torch.tensor([rows])]
 
 
@@ -177,7 +177,7 @@ def test_token_ids_are_always_the_same_and_in_range(vocab_size: int, max_length:
 
 
 class Recorder:
-    """A model that says what it was given: tokens as logits, and how often it was called as its cache."""
+    """A model that returns its tokens as logits, and the number of its calls as its KV cache."""
 
     def __init__(self, max_position_embeddings: int) -> None:
         self.config = SimpleNamespace(vocab_size=97, max_position_embeddings=max_position_embeddings)

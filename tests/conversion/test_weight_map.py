@@ -12,7 +12,7 @@ CONFIG = tiny_config("v2")
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A shape and a dtype."""
+    """Return a tensor on the meta device."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 

@@ -1,4 +1,4 @@
-"""The numbers in docs/evaluate.md are those of their reports, and its commands accept their options."""
+"""The numbers in docs/evaluate.md are those of the reports, and its commands have valid options."""
 
 import json
 import re
@@ -32,13 +32,13 @@ REPORTS = {name: json.loads((ROOT / f"docs/measurements/{name}.json").read_text(
 
 
 def options(line: str) -> dict[str, Any]:
-    """The options of a probe's command, defaults included."""
+    """Return the options of a probe's command, including defaults."""
     name, *arguments = shlex.split(line)
     return get_command(probes).commands[name].make_context(name, arguments).params
 
 
 def table(name: str, text: str = TEXT) -> list[tuple[list[str], dict[str, str]]]:
-    """The rows of a report's table: the labels of each, and its numbers by column."""
+    """Return the rows of a report's table: labels, and numbers by column."""
     lines = text.partition(f"probe {name} --output")[2].splitlines()
     start = next(at for at, line in enumerate(lines) if line.startswith("| "))
     cells = [
@@ -52,7 +52,7 @@ def table(name: str, text: str = TEXT) -> list[tuple[list[str], dict[str, str]]]
 
 
 def differences(name: str, text: str = TEXT) -> list[str]:
-    """The numbers of a report's table that are not what the report has for that condition and metric."""
+    """Return the numbers of a table that differ from the report's for their condition and metric."""
     wrong = []
     for labels, numbers in table(name, text):
         condition = [int(label.replace(",", "")) if label[0].isdigit() else label for label in labels]

@@ -1,4 +1,4 @@
-"""Every measured number in the documentation is the one that its command wrote to docs/measurements/."""
+"""Every measured number in the documentation equals that in the JSON file of its command."""
 
 import json
 from collections.abc import Callable
@@ -60,7 +60,7 @@ SERVERS = {"llama": "Llama", "llama, Transformers backend": "Llama, Transformers
 
 
 def record(report: str, case: str, length: int) -> dict[str, Any]:
-    """Return what a report has of a case: implementation -> row."""
+    """Return the rows of a report's case: implementation -> row."""
     (found,) = [each for each in REPORTS[report]["results"] if (each["case"], each["length"]) == (case, length)]
     assert not found["refused"]
     return found["implementations"]
@@ -103,7 +103,7 @@ def memory_table() -> Table:
 
 
 def serving_table() -> Table:
-    """Return requests per second, beside a Llama's with the ratio, bold if ours misses the target."""
+    """Return requests per second and the ratio to the Llama's, bold if ours misses the target."""
     table: Table = {}
     for report, engine in {"serving_vllm": "vLLM", "serving_transformers": "`diffllama serve`"}.items():
         for row in REPORTS[report]["results"]:
@@ -151,7 +151,7 @@ def test_each_cell_is_the_number_of_its_row_and_column(name: str) -> None:
 
 
 def least_time_of_v2(step: str, length: int) -> float:
-    """Return the multiplications of V2, those of attention at its floor, relative to its Llama's.
+    """Return the least number of multiplications of V2, relative to its Llama's.
 
     A training step needs those of a forward three times, and logits of every token, which a prefill does not compute.
     """
@@ -169,7 +169,7 @@ def least_time_of_v2(step: str, length: int) -> float:
 
 
 def sentences() -> dict[str, str]:
-    """Return what the pages say in prose: text -> name of the page."""
+    """Return measured numbers in prose: text -> name of the page."""
 
     def ratio(row: str, column: str) -> str:
         return time_cell(record(*(GOALS | OTHERS)[row]), column).strip("*")

@@ -1,4 +1,4 @@
-"""Every command and every block of Python code in README.md and docs/ runs, here or in the test that is named."""
+"""Every command and Python block of README.md and docs/ runs here, or in the test that is named."""
 
 import os
 import re
@@ -47,7 +47,7 @@ LINES = [(page.name, line, title) for page in PAGES for line, title in commands(
 
 
 def lines_of(*beginnings: str, title: str | None = "") -> list[str]:
-    """Return the commands that begin so, of blocks with a title (`None`: any)."""
+    """Return the commands with a beginning, of blocks with a title (`None`: any)."""
     return [line for _, line, of in LINES if line.startswith(beginnings) and title in (None, of)]
 
 
@@ -146,7 +146,7 @@ def test_commands_for_public_checkpoints_are_understood(monkeypatch: pytest.Monk
 
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the pages assume, all small: the demo's model, a fine-tuned one, checkpoints to convert."""
+    """A folder with small versions of the pages' files: the demo model, a fine-tuned one, checkpoints to convert."""
     save_model(tmp_path / "path/to/llama", transformers.LlamaConfig(**SIZES))
     save_model(tmp_path / "path/to/diffllama", transformers.DiffLlamaConfig(**SIZES))
     for folder in (DEMO, "tuned/merged"):

@@ -1,4 +1,4 @@
-"""Settings of vLLM on a CPU, where there is one, before it is imported."""
+"""Settings of vLLM on a CPU, if it is installed, made before its import."""
 
 import importlib.util
 import os

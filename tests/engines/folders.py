@@ -1,4 +1,4 @@
-"""Writes the folders that tests with vLLM load, in a process that has the package.
+"""Writes the folders for the tests of vLLM, in an environment that has the package.
 
 python tests/engines/folders.py DIR
 """
@@ -45,7 +45,7 @@ ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
 
 
 def write(folder: Path) -> None:
-    """Tiny models of both variants and every kind, an adapter of each, and SmolLM2, converted, and its memory."""
+    """Write tiny models of both variants and every kind, an adapter of each, converted SmolLM2, and its memory."""
     for variant in ("v1", "v2"):
         for name, fields in KINDS.items():
             model = tiny_model(variant, **SIZES | fields)

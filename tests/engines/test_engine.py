@@ -1,4 +1,4 @@
-"""vLLM, unmodified, generates from our folders what transformers generates, by its Transformers backend.
+"""Unmodified vLLM generates the same from our folders as transformers, by its Transformers backend.
 
 `make test-vllm` runs this in an environment that has vLLM and not this package.
 """
@@ -36,7 +36,7 @@ CHUNK = 64
 
 
 def prompts() -> list[list[int]]:
-    """Of mixed lengths."""
+    """Return prompts of mixed lengths."""
     random = torch.Generator().manual_seed(0)
     return [torch.randint(6, 97, (length,), generator=random).tolist() for length in (3, 200, 17, 1, 90)]
 
@@ -52,7 +52,7 @@ def test_package_is_not_installed() -> None:
 
 @contextmanager
 def engine(name: str, **options: Any) -> Iterator[Any]:
-    """An engine of a folder while the context lasts."""
+    """Run an engine of a folder while the context lasts."""
     settings = {
         "distributed_executor_backend": "uni",
         "dtype": "float32",
@@ -70,14 +70,14 @@ def engine(name: str, **options: Any) -> Iterator[Any]:
 
 
 def generate(llm: Any, asked: list[list[int]], **request: Any) -> list[Any]:
-    """Greedy tokens with their most likely alternatives."""
+    """Generate greedily. Returns tokens with their most likely alternatives."""
     settings = vllm.SamplingParams(temperature=0, max_tokens=NEW, logprobs=TOP, ignore_eos=True)
     return llm.generate([{"prompt_token_ids": ids} for ids in asked], settings, use_tqdm=False, **request)
 
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[ProcessPoolExecutor]:
-    """A process with transformers, in which vLLM has changed nothing."""
+    """A process with transformers that has not imported vLLM."""
     with another_process() as process:
         yield process
 
@@ -85,7 +85,7 @@ def plain() -> Iterator[ProcessPoolExecutor]:
 def assert_same(
     outputs: list[Any], plain: ProcessPoolExecutor, name: str, asked: list[list[int]], tolerance: float = 1e-4
 ) -> None:
-    """Tokens are those of transformers, and so are the most likely five and their log-probabilities."""
+    """Check that tokens, the five most likely ones and their log-probabilities equal those of transformers."""
     expected = plain.submit(greedy, FOLDERS / name, asked, NEW).result()
     for output, (tokens, logprobs) in zip(outputs, expected, strict=True):
         assert list(output.outputs[0].token_ids) == tokens

@@ -1,4 +1,4 @@
-"""`vllm serve` serves our folders, unmodified, to OpenAI's client."""
+"""Unmodified `vllm serve` serves our folders to OpenAI's client."""
 
 import dataclasses
 import json

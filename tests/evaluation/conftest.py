@@ -7,6 +7,6 @@ from diffllama.evaluation.probes.model_pair import SMALL
 
 @pytest.fixture(autouse=True)
 def tiny_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The small pair of models is a tiny one."""
+    """Replace the small pair of models by a tiny one."""
     for field, value in {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}.items():
         monkeypatch.setitem(SMALL, field, value)

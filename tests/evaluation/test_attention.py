@@ -1,4 +1,4 @@
-"""What is seen of attention, against the maps that eager models return."""
+"""Observed attention, compared with the maps that eager models return."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -26,7 +26,7 @@ N = 13
 
 
 def plain_model(config: Any) -> PreTrainedModel:
-    """A model that is not differential, with random weights, eager."""
+    """Return a model that is not differential, with random weights and eager attention."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for parameter in model.parameters():
@@ -59,23 +59,23 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that two rows of 13 tokens with eight maps take three blocks, with four maps two."""
+    """Make two rows of 13 tokens take three blocks with eight maps, and two with four maps."""
     monkeypatch.setattr(attention, "BLOCK_BYTES", 5 * 4 * 2 * 8 * N)
 
 
 def assert_close(ours: torch.Tensor, true: torch.Tensor, errors: int = 50) -> None:
-    """Up to so many rounding errors: scores of tiny models go to 15, and their error is the relative one of maps."""
+    """Check equality up to rounding. Scores of tiny models reach 15; their error is the relative error of maps."""
     eps = torch.finfo(true.dtype).eps
     torch.testing.assert_close(ours, true, rtol=4 * errors * eps, atol=errors * eps)
 
 
 def whole(call: AttentionCall, kind: str = "maps") -> torch.Tensor:
-    """Maps of all queries, from blocks."""
+    """Join the maps of all blocks."""
     return torch.cat([getattr(call, kind)(rows) for rows in call.blocks()], dim=2)
 
 
 def seen(model: PreTrainedModel, kind: str, *inputs: Any, **more: Any) -> list[torch.Tensor]:
-    """What the calls of each layer have, in one forward."""
+    """Return the attention calls of each layer in one forward."""
     found: dict[int, torch.Tensor] = {}
 
     def look(call: AttentionCall) -> None:
@@ -127,7 +127,7 @@ def test_maps_with_a_cache_are_the_last_rows(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("kind", ["causal", "left"])
 def test_outputs_do_not_change(model: PreTrainedModel, kind: str) -> None:
-    """Neither while somebody looks nor while the maps that were seen make the outputs."""
+    """This holds for observed calls, and for outputs computed from the observed maps."""
 
     def replace(call: AttentionCall) -> torch.Tensor:
         return torch.cat([call.output(call.softmax_maps(rows)) for rows in call.blocks()], dim=1)
@@ -152,7 +152,7 @@ def test_returned_tensor_replaces_the_output() -> None:
 
 @pytest.mark.parametrize(("block_bytes", "rows"), [(1, 1), (4 * 3 * 2 * 11, 1), (4 * 3 * 2 * 11 * 4, 4), (2**26, 7)])
 def test_blocks_cover_all_rows_and_are_bounded(block_bytes: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three sequences, two heads, 7 queries and 11 keys."""
+    """There are three sequences, two heads, 7 queries and 11 keys."""
     monkeypatch.setattr(attention, "BLOCK_BYTES", block_bytes)
     key = torch.zeros(3, 1, 11, 4)
     query = torch.zeros(3, 2, 7, 4)
@@ -164,7 +164,7 @@ def test_blocks_cover_all_rows_and_are_bounded(block_bytes: int, rows: int, monk
 
 
 def test_query_attends_causally_without_mask() -> None:
-    """Queries 2 and 3 of four, whose scores are all 0: thirds, then quarters."""
+    """Queries 2 and 3 of four with scores of 0 have thirds, then quarters."""
     query, key = torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 4, 2)
     value = torch.tensor([[3.0, 0], [3, 0], [3, 0], [3, 12]])[None, None]
     call = AttentionCall(module=torch.nn.Identity(), query=query, key=key, value=value, scaling=1.0)

@@ -1,4 +1,4 @@
-"""`diffllama probe …` as its users meet it."""
+"""`diffllama probe …` on the command line."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of models: llama, v1, v2, and texts that they read."""
+    """A folder with the models llama, v1 and v2, and texts."""
     folder = tmp_path_factory.mktemp("models")
     for kind in ("llama", *VARIANTS):
         loaded = tiny_loaded_model(kind)

@@ -1,4 +1,4 @@
-"""What figures show, read back from matplotlib."""
+"""Content of figures, read back from matplotlib."""
 
 import pytest
 from matplotlib.colors import to_hex

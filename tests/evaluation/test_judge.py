@@ -1,4 +1,4 @@
-"""Judges behind an endpoint that fails in every way, verdicts, and agreement computed by hand."""
+"""Judges behind failing endpoints, verdicts, and agreement computed by hand."""
 
 import threading
 

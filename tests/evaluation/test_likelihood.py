@@ -1,4 +1,4 @@
-"""Log-likelihoods against the model's own, computed whole."""
+"""Log-likelihoods, compared with those of a single forward pass."""
 
 import pytest
 import torch

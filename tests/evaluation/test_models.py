@@ -1,4 +1,4 @@
-"""What identifies models and files, and how models are loaded."""
+"""Identification of models and files, and loading of models."""
 
 import hashlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Averages and intervals by arithmetic, runs that break off, and what they write."""
+"""Averages and intervals by arithmetic, interrupted runs, and written files."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ from support.tiny_loaded_models import tiny_loaded_model
 
 
 def outcomes(*values: float, weights: Sequence[float] = (), **condition: Any) -> dict[str, Outcome]:
-    """A sample for each value of `x`."""
+    """Return an outcome for each value of `x`."""
     weights = weights or [1.0] * len(values)
     return {
         f"s{at}": Outcome(f"s{at}", [Measurement(condition, {"x": value}, weight)])
@@ -120,7 +120,7 @@ class TestAverage:
 
 @dataclass(kw_only=True)
 class Squares(Probe[int]):
-    """Adds the square of each number to what it is given."""
+    """Adds the square of each number to the model's number."""
 
     command: ClassVar[str] = "squares"
     paper: ClassVar[str] = "nowhere"
@@ -392,7 +392,7 @@ class TestSampleStore:
     HEADER: ClassVar[dict[str, Any]] = {"probe": "squares", "settings": {"name": "größer", "lengths": (1, 2)}}
 
     def whole(self, file: Path) -> dict[str, Outcome]:
-        """Two samples in a file, which is made or gone on with."""
+        """Return a store with two samples in a new or an existing file."""
         store = SampleStore(file, self.HEADER)
         for name in ("α", "\u2028γ"):
             if name not in store.outcomes:

@@ -253,7 +253,7 @@ class TestCommands:
 
     @pytest.fixture(scope="class")
     def folders(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-        """A model of each class, and one of transformers' own that a conversion makes."""
+        """A model of each class, and one that a conversion to transformers' `diffllama` writes."""
         work = tmp_path_factory.mktemp("cards")
         for name in TASKS:
             getattr(modeling_diffllama, name)(tiny_config("v2")).save_pretrained(work / name)

@@ -1,4 +1,4 @@
-"""Folders in which something is planted: `check` reports all of it, and nothing about sound folders."""
+"""`check` reports everything that is planted in a folder, and nothing about valid folders."""
 
 import base64
 import io
@@ -38,7 +38,7 @@ RANDOM = "q7Xw2Lp9Rk4Vb8Nz3Mt6"
 
 
 class Call:
-    """Is pickled as a call."""
+    """An object that is pickled as a call."""
 
     def __reduce__(self) -> Any:
         return os.system, ("echo x",)
@@ -176,7 +176,7 @@ FILES: dict[str, tuple[str, bytes, str]] = {
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An exported folder, in shards."""
+    """An exported folder with shards."""
     folder = tmp_path_factory.mktemp("sound")
     tiny_model("v2", **EVERY_FEATURE).save_pretrained(folder / "src")
     tiny_tokenizer().save_pretrained(folder / "src")
@@ -187,12 +187,12 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(sound: Path, tmp_path: Path) -> Path:
-    """The sound folder, to be spoiled. Its files are links, so replace them instead of writing into them."""
+    """A copy of the valid folder to change. Its files are links: replace them, do not write into them."""
     return shutil.copytree(sound, tmp_path / "folder", copy_function=os.link)
 
 
 def inspect(folder: Path) -> list[Finding]:
-    """The findings of `check`, without its process."""
+    """Return the findings of `check`, without its process."""
     return [finding for finding in dict.fromkeys(inspect_folder(folder)) if isinstance(finding, Finding)]
 
 

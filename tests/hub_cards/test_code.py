@@ -21,12 +21,12 @@ MODEL = "\n\nclass Model: ...\n"
 
 @pytest.fixture
 def one_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The class that folders must have is Model in model.py."""
+    """Require only the class Model in model.py."""
     monkeypatch.setattr(code, "AUTO_MAP", {"AutoModel": "model.Model"})
 
 
 def read(folder: Path, **files: str) -> tuple[dict[str, str], list[str]]:
-    """Write Python files. Returns what is found of them, and the faults."""
+    """Write Python files. Returns the files found by imports, and the faults."""
     for name, text in files.items():
         (folder / f"{name}.py").write_text(text)
     found, faults = folder_code(folder)

@@ -1,4 +1,4 @@
-"""`check`, `card`, `export` and `push` check their arguments before they import anything that takes time."""
+"""`check`, `card`, `export` and `push` check their arguments before slow imports."""
 
 import os
 import re

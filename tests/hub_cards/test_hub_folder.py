@@ -44,7 +44,7 @@ save_file(logits, answer)
 
 
 def train(model: PreTrainedModel, folder: Path) -> Trainer:
-    """Train a model for two steps; the trainer has made a checkpoint."""
+    """Train a model for two steps and save a checkpoint."""
     arguments = TrainingArguments(
         str(folder), max_steps=2, per_device_train_batch_size=2, learning_rate=0.1, save_steps=2, logging_steps=1,
         report_to=[], use_cpu=True,
@@ -82,7 +82,7 @@ def logits_of(model: PreTrainedModel) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Models of every origin, saved and exported; and what a process without the package computes with all of them."""
+    """Models of every origin, saved and exported, and their outputs in a process without the package."""
     work = tmp_path_factory.mktemp("origins")
     expected: dict[str, torch.Tensor] = {}
 
@@ -200,7 +200,7 @@ def test_classifier_is_exported_as_a_classifier(tmp_path: Path) -> None:
 
 
 def test_private_paths_and_code_of_others_are_not_exported(source: Path, tmp_path: Path) -> None:
-    """Code of others, fields that run more code, and local paths, also those in a card of peft."""
+    """These are code of others, fields that run more code, and local paths, also in peft's card."""
     more = {"_attn_implementation": "evil/kernel", "custom_pipelines": {"x": {"impl": "evil.P"}}}
     edit(source, auto_map={name: f"alice/model--{reference}" for name, reference in AUTO_MAP.items()}, **more)
     (source / "modeling_diffllama.py").write_text("raise SystemExit('old code')\n")

@@ -8,7 +8,7 @@ from diffllama.hub_cards.lm_eval_results import evaluation_rows
 
 
 def result_file(path: Path, changes: dict[str, Any] | None = None, **numbers: Any) -> Path:
-    """A result file as lm-eval 0.4.13 writes it, of a 0-shot task with these numbers, and with changes."""
+    """Return the content of lm-eval 0.4.13's result file of a 0-shot task with these numbers, with changes."""
     path.parent.mkdir(exist_ok=True)
     settings = {"task": "arc_easy", "dataset_path": "allenai/ai2_arc", "dataset_name": "ARC-Easy", "test_split": "test"}
     settings["metadata"] = {"data_source": {"built_in": False}}

@@ -28,7 +28,7 @@ def touch(path: str) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a Trainer leaves: an output folder, with a checkpoint in it."""
+    """A Trainer's output folder, with a checkpoint in it."""
     folder = tmp_path_factory.mktemp("trained")
     arguments = TrainingArguments(
         str(folder), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=3e-4,

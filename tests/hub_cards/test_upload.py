@@ -62,7 +62,7 @@ def edit_on_the_hub(hub: Hub, old: str, new: str) -> None:
 
 @pytest.fixture
 def without_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip `check`, which takes two thirds of a push's time and has tests of its own."""
+    """Skip `check`, which takes two thirds of a push's time and has its own tests."""
     monkeypatch.setattr(upload, "check", lambda *_, **__: [])
 
 

@@ -1,4 +1,4 @@
-"""Attention by blocks against all maps' outputs in plain PyTorch, in outputs and every gradient."""
+"""Outputs and every gradient of attention in blocks, compared with plain PyTorch."""
 
 import math
 
@@ -26,7 +26,7 @@ def call(
     variant: str, key_value_heads: int, groups: int, r: int, n: int, m: int, *, dtype: torch.dtype = torch.float64,
     batch: int = 2,
 ) -> Call:  # fmt: skip
-    """Queries, keys, values and λ as the model gives them, of width D = 16, in views of other tensors."""
+    """Return queries, keys, values and λ in the model's layout, D = 16, as views of other tensors."""
     draw = torch.Generator().manual_seed(0)
     noise_heads = key_value_heads * groups
 
@@ -50,12 +50,12 @@ def all_maps(
     mask: torch.Tensor | None,
     r: int = 1,
 ) -> torch.Tensor:
-    """The truth."""
+    """Compute the reference."""
     return joined_attention(query, key, value, lambdas, mask, SCALING, r)
 
 
 def mask_of(kind: str, n: int, m: int) -> torch.Tensor | None:
-    """Which keys each query sees: of all rows of a batch alike (window), or of each (padding)."""
+    """Return the keys that each query sees: equal for all rows of a batch (window), or not (padding)."""
     causal = torch.ones(n, m, dtype=torch.bool).tril(m - n)
     if kind == "window":
         return (causal & ~causal.tril(-4))[None, None]

@@ -1,4 +1,4 @@
-"""Which kernel computes a call, and that each gives what the formula does."""
+"""Choice of the kernel of a call, and equality of each with the formula."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ MASK = torch.ones(2, 1, 3, 3, dtype=torch.bool)
 
 
 def computed_by_sdpa(query: torch.Tensor, mask: Any, dropout: float = 0.0, **options: Any) -> bool:
-    """Whether `flash_attn_forward` leaves a call to `sdpa`."""
+    """Tell whether `flash_attn_forward` passes a call to `sdpa`."""
     calls = []
 
     def sdpa(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
@@ -65,7 +65,7 @@ def test_autocast_and_compiled_calls_use_sdpa(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Pages:
-    """A paged cache of continuous batching that returns what it is given."""
+    """A paged cache of continuous batching that returns its inputs."""
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]) -> Any:
         kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_q"]

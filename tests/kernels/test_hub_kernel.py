@@ -1,4 +1,4 @@
-"""The kernels as a repository of the Hub: loaded by the library `kernels` without this package, and by transformers."""
+"""The kernels as a repository of the Hub, loaded by the library `kernels` without this package, and by transformers."""
 
 import ast
 import importlib
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the script r
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[ModuleType]:
-    """The library, not this repository's folder of that name."""
+    """The library `kernels`, not this repository's folder."""
     if not LIBRARY.is_dir():
         pytest.skip(f"needs the library kernels in {LIBRARY}")
     with pytest.MonkeyPatch.context() as patch:
@@ -45,7 +45,7 @@ def kernels() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the make target writes."""
+    """The repository that the make target writes."""
     dest = tmp_path_factory.mktemp("kernels") / "diff-attention"
     subprocess.run([sys.executable, str(SCRIPT), str(dest)], check=True)
     return dest
@@ -129,7 +129,7 @@ def test_kernel_gives_the_truth_without_this_package(repository: Path, kernels: 
 def test_transformers_takes_it_as_attn_implementation(
     variant: str, repository: Path, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but the download, and transformers' check that the library `kernels` is as new as it wants."""
+    """The download and transformers' version check of the library `kernels` are left out."""
     from transformers.integrations import hub_kernels
 
     def get_local(name: str, **kwargs: object) -> ModuleType:

@@ -1,7 +1,7 @@
-"""The fused kernels against plain formulas in float64: small shapes in Triton's interpreter where there is no GPU.
+"""The fused kernels, compared with plain formulas in float64; without a GPU, in Triton's interpreter.
 
-Everything that must not be read is NaN here: the padded halves of V1's queries, keys and values that no query sees and
-what lies beside them in memory, and all memory that the kernels have yet to write.
+Everything that must not be read is NaN: the padded halves of V1's queries, keys and values that no query sees, their
+neighbours in memory, and all memory that the kernels have yet to write.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ NAMES = ("output", "query", "key", "value", "lambda")
 
 
 def bounds(kind: str, n: int, m: int) -> torch.Tensor | None:
-    """[2, 1, n, 2]: the keys that queries see, of which the last is of the last token, unless the kind says other."""
+    """Return the intervals of keys that queries see, [2, 1, n, 2]. By default the last token sees all keys."""
     if kind == "causal":
         return None
     i = torch.arange(n).expand(2, n) + m - n
@@ -60,7 +60,7 @@ def bounds(kind: str, n: int, m: int) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments of `triton_attention`, and which keys [2, m] and pairs [2, n, m] are seen."""
+    """Arguments of `triton_attention`, and the visible keys [2, m] and pairs [2, n, m]."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -85,7 +85,7 @@ def inputs(
     variant: str, kind: str, *, n: int, m: int, width: int = 64, groups: int = 1, h_kv: int = 1, r: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> Inputs:  # fmt: skip
-    """Two random texts, with groups of `r` signals and their noise.
+    """Return two random texts, with groups of `r` signals and their noise.
 
     Queries and values are views of [b, n, heads, D], keys are the beginning of a longer cache.
     """
@@ -118,7 +118,7 @@ def inputs(
 
 
 def true_outputs(given: Inputs, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Output and gradients by the formulas, signal by signal, computed in `dtype`."""
+    """Compute output and gradients by the formulas, signal by signal, in `dtype`."""
     query, key, value, lam = (x.detach().to(dtype).requires_grad_() for x in given.differentiable)
     first, second = slice(given.map_dim), slice(query.shape[-1] - given.map_dim, None)  # halves in V1
     r, groups = given.r, query.shape[1] // (given.r + 1)
@@ -136,7 +136,7 @@ def true_outputs(given: Inputs, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def kernel_outputs(given: Inputs) -> dict[str, torch.Tensor]:
-    """Output and gradients of the kernels."""
+    """Compute output and gradients by the kernels."""
     with nan_in_new_memory():
         output = triton_attention(*given.differentiable, given.bounds, *given.options)
         return with_gradients(output, given.differentiable)
@@ -150,7 +150,7 @@ def with_gradients(output: torch.Tensor, leaves: tuple[torch.Tensor, ...]) -> di
 
 @contextmanager
 def nan_in_new_memory() -> Iterator[None]:
-    """Torch fills what it allocates with NaN, and refuses operations whose result is not the same in every run."""
+    """Fill allocated memory with NaN, and refuse operations that are not deterministic."""
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(1, device=DEVICE).isnan().all()
@@ -160,7 +160,7 @@ def nan_in_new_memory() -> Iterator[None]:
 
 
 def errors(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
-    """max|ours - truth| / max|truth|, NaN if a value is not finite."""
+    """Compute max|ours - reference| / max|reference|, NaN if a value is not finite."""
     return {
         name: ((ours[name].double() - truth[name].double()).abs().max() / truth[name].double().abs().max()).item()
         for name in truth
@@ -172,7 +172,7 @@ def exceeding(ours: dict[str, float], allowed: dict[str, float]) -> dict[str, tu
 
 
 def assert_equal_to_the_formulas(given: Inputs) -> None:
-    """In float32: within 1e-5. In half precision: at most twice what plain PyTorch loses."""
+    """Check the error: in float32 1e-5, in half precision at most twice that of plain PyTorch."""
     ours, truth = kernel_outputs(given), true_outputs(given, torch.float64)
     assert ours["output"].dtype == given.query.dtype
     if given.query.dtype == torch.float32:
@@ -367,7 +367,7 @@ def test_cuda_graph_replays_it(variant: str, n: int) -> None:
 
 
 def imported_as(name: str) -> ModuleType:
-    """The module's file, imported once more under another name."""
+    """Import the module's file again under another name."""
     spec = importlib.util.spec_from_file_location(name, module.__file__)
     assert spec is not None
     copy = importlib.util.module_from_spec(spec)

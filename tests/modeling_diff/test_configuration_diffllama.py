@@ -33,13 +33,13 @@ SWITCHES = ("head_norm", "head_norm_affine", "attention_bias", "mlp_bias", "use_
 
 
 def saved(config: DiffLlamaConfig, folder: Path) -> dict[str, Any]:
-    """What `save_pretrained` writes to config.json."""
+    """Return what `save_pretrained` writes to config.json."""
     config.save_pretrained(folder)
     return json.loads((folder / "config.json").read_text())
 
 
 def reread(config: DiffLlamaConfig) -> DiffLlamaConfig:
-    """The configuration after a trip through JSON, without the version of transformers that JSON adds."""
+    """Return the configuration as reread from JSON, without the version of transformers."""
     result = DiffLlamaConfig.from_dict(json.loads(config.to_json_string()))
     assert result.transformers_version == transformers.__version__
     result.transformers_version = config.transformers_version
@@ -48,7 +48,7 @@ def reread(config: DiffLlamaConfig) -> DiffLlamaConfig:
 
 @pytest.fixture
 def transformers_warnings() -> Iterator[list[str]]:
-    """What transformers logs as a warning or worse during the test."""
+    """Warnings and errors that transformers logs during the test."""
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -450,7 +450,7 @@ HOSTILE = st.sampled_from(
 
 
 def values(*sensible: Any) -> st.SearchStrategy[Any]:
-    """Values that a configuration may have, mostly, and others."""
+    """Generate mostly valid values of a configuration."""
     return st.one_of(st.sampled_from(sensible), st.sampled_from(sensible), HOSTILE)
 
 

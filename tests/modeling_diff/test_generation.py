@@ -45,12 +45,12 @@ THEIR_FIELDS = (
 def comparable_model(
     variant: str, implementation: str, dtype: torch.dtype = torch.float32, **fields: Any
 ) -> DiffLlamaForCausalLM:
-    """A model whose logits have a standard deviation of 0.8 and, in float32, rounding errors of 3e-6."""
+    """Return a model whose logits have a standard deviation of 0.8, and rounding errors of 3e-6 in float32."""
     return tiny_model(variant, dtype, implementation, initializer_range=0.1, **fields)
 
 
 def caches(model: DiffLlamaForCausalLM) -> dict[str, Cache]:
-    """Every kind of lossless cache there is on this device, empty."""
+    """Return an empty cache of every lossless kind that works on this device."""
     config, more = model.config, LENGTH + 3  # a static cache longer than what it holds
     if model.device.type == "cuda":
         return {
@@ -66,7 +66,7 @@ def caches(model: DiffLlamaForCausalLM) -> dict[str, Cache]:
 
 
 def padded_batch(device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Two prompts, the second padded at the left, with positions as `generate` counts them."""
+    """Return two prompts, the second padded on the left, with the positions of `generate`."""
     input_ids, mask = tokens(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
     input_ids[1, :PADDING], mask[1, :PADDING] = 0, 0
     batch = {"input_ids": input_ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
@@ -76,7 +76,7 @@ def padded_batch(device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
 def chunked_logits(
     model: DiffLlamaForCausalLM, batch: dict[str, torch.Tensor], cache: Cache, chunks: tuple[int, ...]
 ) -> torch.Tensor:
-    """Logits of all tokens, fed in chunks of these lengths."""
+    """Compute the logits of all tokens, in chunks of these lengths."""
     logits, start = [], int(cache.get_seq_length())
     for end in (start + torch.tensor(chunks).cumsum(0)).tolist():
         piece = {name: tensor[:, start:end] for name, tensor in batch.items()}
@@ -88,7 +88,7 @@ def chunked_logits(
 
 
 def difference(logits: torch.Tensor, truth: torch.Tensor) -> float:
-    """max|logits - truth|, for a truth of order 1."""
+    """Compute max|logits - reference|, for a reference of order 1."""
     assert 0.5 < truth.std() < 2
     return (logits - truth).abs().max().item()
 
@@ -134,7 +134,7 @@ QUANTIZED = {  # backend: its package, and options by which some tokens stay exa
 
 
 class RoundedCache(DynamicCache):
-    """A dynamic cache with the prompt as a quantized cache has stored it, which rounds new tokens as that one does."""
+    """A dynamic cache that rounds the prompt and new tokens like a quantized cache."""
 
     def __init__(self, quantized: QuantizedCache) -> None:
         stored = [(layer._quantized_keys, layer._quantized_values) for layer in quantized.layers]
@@ -215,7 +215,7 @@ def test_packed_sequences_in_several_rows_are_refused_by_flash_attention() -> No
 
 
 def greedy(model: DiffLlamaForCausalLM, input_ids: torch.Tensor, new_tokens: int = 16, **options: Any) -> Any:
-    """`generate` without sampling."""
+    """Generate without sampling."""
     return model.generate(input_ids, do_sample=False, max_new_tokens=new_tokens, **options)
 
 
@@ -226,7 +226,7 @@ def model(request: pytest.FixtureRequest) -> DiffLlamaForCausalLM:
 
 @pytest.fixture
 def calls(model: DiffLlamaForCausalLM) -> list[int]:
-    """Grows by the number of tokens of each forward of the model."""
+    """List of the numbers of tokens of the model's forward calls."""
     lengths: list[int] = []
     model.model.register_forward_pre_hook(
         lambda module, args, kwargs: lengths.append(args[0].shape[1]), with_kwargs=True

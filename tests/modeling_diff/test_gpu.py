@@ -1,4 +1,4 @@
-"""Attention functions that need a CUDA device, against plain PyTorch in float32: `make test-gpu`."""
+"""Attention functions that need a CUDA device, compared with plain PyTorch in float32: `make test-gpu`."""
 
 import importlib.util
 
@@ -19,7 +19,7 @@ needs_flash_attn = pytest.mark.skipif(
 
 
 def gpu_model(variant: str, dtype: torch.dtype, implementation: str, key_value_heads: int) -> DiffLlamaForCausalLM:
-    """A model with heads of width 64, which flash-attn takes; the same weights for every implementation."""
+    """Return a model with heads of width 64, which flash-attn supports; equal weights for every implementation."""
     model = tiny_model(
         variant, hidden_size=256, head_dim=64, num_key_value_heads=key_value_heads, initializer_range=0.05
     )
@@ -28,7 +28,7 @@ def gpu_model(variant: str, dtype: torch.dtype, implementation: str, key_value_h
 
 
 def logits_and_gradients(model: DiffLlamaForCausalLM, kind: str, n: int) -> dict[str, torch.Tensor]:
-    """Logits at real tokens, and every gradient of their cross-entropy, in float32."""
+    """Compute the logits of real tokens and every gradient of their cross-entropy, in float32."""
     given, input_ids = batch(kind, n), tokens(2, n).cuda()
     mask = None if given.attention_mask is None else given.attention_mask.cuda()
     logits = model(input_ids, attention_mask=mask, position_ids=given.position_ids.cuda(), use_cache=False).logits
@@ -42,7 +42,7 @@ def logits_and_gradients(model: DiffLlamaForCausalLM, kind: str, n: int) -> dict
 def exceeding(
     ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]
 ) -> dict[str, tuple[float, float]]:
-    """Name whose error is more than twice (gradients: three times) that of plain PyTorch, with both errors."""
+    """Return the names whose error exceeds twice (gradients: three times) that of plain PyTorch, with both errors."""
     errors = {k: ((ours[k] - truth[k]).abs().max().item(), (plain[k] - truth[k]).abs().max().item()) for k in truth}
     return {k: (e, p) for k, (e, p) in errors.items() if not e <= (2 if k == "logits" else 3) * p}
 

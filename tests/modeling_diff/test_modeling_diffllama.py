@@ -28,12 +28,12 @@ not_compiled = torch.compiler.set_stance("force_eager")
 
 
 def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
-    """max|value - truth| / max|truth|, NaN if a value is not finite."""
+    """Compute max|value - reference| / max|reference|, NaN if a value is not finite."""
     return ((value.double() - truth.double()).abs().max() / truth.double().abs().max()).item()
 
 
 def attention_layer(variant: str, key_value_heads: int, implementation: str, **fields: object) -> DiffLlamaAttention:
-    """Layer 1 of a tiny model, with random norms too."""
+    """Return layer 1 of a tiny model, with random norms too."""
     fields = {"num_attention_heads": 2 * HEADS, "num_key_value_heads": key_value_heads} | fields
     config = tiny_config(variant, **fields)
     config._attn_implementation = implementation
@@ -45,7 +45,7 @@ def attention_layer(variant: str, key_value_heads: int, implementation: str, **f
 
 
 def run_layer(layer: DiffLlamaAttention, x: torch.Tensor, given: Batch, **options: Any) -> tuple[Any, Any]:
-    """The layer's output for hidden states [b, n, hidden], masked as the model masks it, and its maps."""
+    """Compute the layer's output and maps for hidden states [b, n, hidden], masked as in the model."""
     width = layer.config.rotary_dim
     frequencies = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = (given.position_ids.double()[..., None] * frequencies).repeat(1, 1, 2)
@@ -61,7 +61,7 @@ def run_layer(layer: DiffLlamaAttention, x: torch.Tensor, given: Batch, **option
 
 
 def true_layer(weights: dict[str, torch.Tensor], x: torch.Tensor, given: Batch, config: object) -> torch.Tensor:
-    """The truth for the same hidden states."""
+    """Compute the reference for the same hidden states."""
     rows = [
         reference.attention(
             x[i],
@@ -85,7 +85,7 @@ def true_layer(weights: dict[str, torch.Tensor], x: torch.Tensor, given: Batch, 
 
 
 def loss_direction(weights: dict[str, torch.Tensor], x: torch.Tensor, given: Batch, config: object) -> torch.Tensor:
-    """Random weights of the outputs, for a loss whose gradient of λ does not cancel.
+    """Return random weights of the outputs, for a loss whose gradient of λ does not cancel.
 
     V1's λ is one number, and its gradient a sum over all tokens and heads. Under purely random weights the terms
     cancel, and float32's rounding of them counts a hundredfold against the small rest. So the weights have the signs
@@ -103,7 +103,7 @@ def loss_direction(weights: dict[str, torch.Tensor], x: torch.Tensor, given: Bat
 def outputs_and_gradients(
     output: torch.Tensor, direction: torch.Tensor, x: torch.Tensor, weights: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The outputs, and the gradients of their sum weighted by `direction`."""
+    """Return the outputs, and the gradients of their sum weighted by `direction`."""
     gradients = torch.autograd.grad((output * direction.to(output.dtype)).sum(), [x, *weights.values()])
     return {"output": output.detach(), "hidden_states": gradients[0], **dict(zip(weights, gradients[1:], strict=True))}
 
@@ -184,7 +184,7 @@ def test_flex_attention_equals_the_papers_formulas() -> None:
 
 
 def true_logits(model: DiffLlamaForCausalLM, input_ids: torch.Tensor, given: Batch, dtype: torch.dtype) -> torch.Tensor:
-    """The truth's logits with the model's weights, in `dtype`."""
+    """Compute the reference's logits with the model's weights, in `dtype`."""
     weights = {k: p.detach().to(dtype) for k, p in model.state_dict().items()}
     rows = [
         reference.language_model(input_ids[i], weights, given.position_ids[i], given.visible[i], model.config)
@@ -380,7 +380,7 @@ def test_is_causal_of_a_call_goes_before_that_of_the_layers(implementation: str)
 
 
 def four_dimensional(kind: str, visible: torch.Tensor) -> torch.Tensor:
-    """A mask of visible keys [b, n, n] as users give it."""
+    """Return a mask of visible keys [b, n, n] as users pass it."""
     if kind == "boolean":
         return visible[:, None]
     lowest = -math.inf if kind == "infinite" else torch.finfo(torch.float32).min

@@ -127,7 +127,7 @@ facts |= {"network": network, "imported": imported}
 
 @dataclass
 class Answers:
-    """What one fresh process did with `folder`: it saved everything to `saved` and answered."""
+    """Results of a fresh process that loaded `folder` and saved it to `saved`."""
 
     folder: Path
     saved: Path
@@ -138,13 +138,13 @@ class Answers:
 
 
 def files(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Contents and times of all files of a folder."""
+    """Return contents and times of all files of a folder."""
     found = sorted(f for f in folder.rglob("*") if f.is_file())
     return {str(f.relative_to(folder)): (f.read_bytes(), f.stat().st_mtime_ns) for f in found}
 
 
 def fresh_process(folder: Path, work: Path) -> Answers:
-    """Run `PROCESS` on `folder` with an empty cache of remote code, in a folder of its own."""
+    """Run `PROCESS` on `folder` with an empty cache of remote code, in its own folder."""
     (work / "elsewhere").mkdir(parents=True)
     before = files(folder)
     env = os.environ | {"HF_MODULES_CACHE": str(work / "modules"), "HF_HOME": str(work / "hub"), "HF_HUB_OFFLINE": "1"}
@@ -158,7 +158,7 @@ def fresh_process(folder: Path, work: Path) -> Answers:
 
 @dataclass
 class Story:
-    """What the package saved and computed, and what two fresh processes made of it, one after the other."""
+    """Folders and outputs of the package, and of two fresh processes, one after the other."""
 
     expected: dict[str, torch.Tensor]
     texts: dict[str, str]
@@ -167,7 +167,7 @@ class Story:
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    """The package saves every model; one process loads and saves them; another one loads what that one saved."""
+    """The package saves every model, one process loads and saves them, another one loads the result."""
     work, input_ids = tmp_path_factory.mktemp("story"), tokens(2, 13)
     folder, expected, texts, words = work / "package", {}, {}, tiny_tokenizer()
     for variant, (auto_class, model_class) in product(VARIANTS, MODELS.items()):
@@ -191,7 +191,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 @pytest.fixture(params=[0, 1], ids=["saved by the package", "saved by remote code"])
 def answers(request: pytest.FixtureRequest, story: Story) -> Answers:
-    """Each of the two processes."""
+    """Results of each of the two processes."""
     return story.processes[request.param]
 
 
@@ -254,7 +254,7 @@ class TestFolder:
 
 @pytest.fixture(params=SOURCES, ids=lambda f: f.name)
 def source(request: pytest.FixtureRequest) -> Path:
-    """Each file that a Hub repository receives."""
+    """Each file of a Hub repository."""
     return request.param
 
 
@@ -279,7 +279,7 @@ class TestSource:
         assert set(get_relative_imports(source)) == {module for level, module, _ in imports(source) if level}
 
     def test_modeling_file_imports_every_other_one(self) -> None:
-        """transformers 5.6 copies what a file imports, and not what that imports."""
+        """transformers 5.6 copies the files that a file imports, but not their imports."""
         path = SOURCES[0].parent / "modeling_diffllama.py"
         imported = {module for level, module, _ in imports(path) if level}
         assert imported == {f.stem for f in SOURCES} - {path.stem}
@@ -306,7 +306,7 @@ class TestSource:
 
 
 def calls(tree: ast.AST, function: str) -> list[ast.Call]:
-    """Call of the expression `function` in a piece of code."""
+    """Return the calls of the expression `function` in a piece of code."""
     return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == function]
 
 

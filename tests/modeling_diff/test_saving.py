@@ -56,7 +56,7 @@ INPUT_IDS = tokens(2, 24)
 
 
 def rope_config(variant: str, rope_type: str) -> DiffLlamaConfig:
-    """A tiny configuration with `rope_type`."""
+    """Return a tiny configuration with `rope_type`."""
     rope = {"rope_type": rope_type, "rope_theta": 10000.0, **ROPE[rope_type]}
     if rope_type == "longrope":
         half = {"v1": 4, "v2": 8}[variant]  # pairs in the width that is rotated
@@ -65,7 +65,7 @@ def rope_config(variant: str, rope_type: str) -> DiffLlamaConfig:
 
 
 def distinct_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """The model in evaluation mode, with every weight random, norms and biases too."""
+    """Randomize every weight of a model, including norms and biases. Returns it in evaluation mode."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -75,18 +75,18 @@ def distinct_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 @torch.no_grad()
 def outputs(model: PreTrainedModel) -> torch.Tensor:
-    """Everything that the model computes for `INPUT_IDS`, flat."""
+    """Return all outputs of the model for `INPUT_IDS`, flat."""
     result = model(INPUT_IDS, use_cache=False)
     return torch.cat([tensor.flatten() for tensor in result.to_tuple()])
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The files of a folder."""
+    """Return the files of a folder."""
     return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
 
 
 def load(folder: Path, model_class: type = DiffLlamaForCausalLM, **arguments: Any) -> PreTrainedModel:
-    """Load a checkpoint that must have exactly the class's weights."""
+    """Load a checkpoint, which must have exactly the class's weights."""
     arguments = {"attn_implementation": "eager", **arguments}
     model, report = model_class.from_pretrained(folder, output_loading_info=True, **arguments)
     assert {kind: found for kind, found in report.items() if found} == {}
@@ -108,7 +108,7 @@ def assert_survives(model: PreTrainedModel, tmp_path: Path, **arguments: Any) ->
 
 
 def state_dict_shapes(variant: str, heads: int, key_value_heads: int, width: int, **fields: bool) -> dict[str, tuple]:
-    """Name and shapes of the interface, for two layers of width 64 with 96 in between and 97 tokens."""
+    """Return names and shapes of the state dict, for two layers of width 64, 96 in the MLP, and 97 tokens."""
     layer = {
         "input_layernorm.weight": (64,),
         "post_attention_layernorm.weight": (64,),

@@ -1,4 +1,4 @@
-"""What a folder's code opens, as Python itself tells it: audit hooks hear of every file, socket and process.
+"""Files, sockets and processes that a folder's code opens, as reported by Python's audit hooks.
 
 They hear what Python does, not what a native library does by itself, as safetensors does when it reads weights.
 """

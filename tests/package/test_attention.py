@@ -1,4 +1,4 @@
-"""The attention function `diff_attention`: which models use it, and that they compute the same with it."""
+"""The attention function `diff_attention`: models that use it, and their unchanged outputs."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ GROUPED = {"num_attention_heads": 8, "num_noise_heads": 2}
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, function: str) -> list[int]:
-    """How many queries each call of one of the kernels has."""
+    """Numbers of queries of the calls of a kernel."""
     calls: list[int] = []
     compute = getattr(kernels, function)
 
@@ -33,7 +33,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, function: str) -> list[int]:
 
 @pytest.fixture
 def blocked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many queries each call by blocks has."""
+    """Numbers of queries of the calls of the CPU kernel."""
     return counted(monkeypatch, "blocked_attention")
 
 
@@ -119,7 +119,7 @@ def test_continuous_batching_uses_the_models_attention_function(
 
 @pytest.fixture
 def triton(monkeypatch: pytest.MonkeyPatch, patched_once: None) -> list[int]:
-    """Has the CPU taken for a GPU; how many queries each call of the Triton kernels has."""
+    """Numbers of queries of the Triton kernels' calls, with the CPU in place of a GPU."""
     if not kernels.HAS_TRITON:
         pytest.skip("needs triton")
     monkeypatch.setattr(kernels, "runs_triton", lambda device: True)

@@ -27,7 +27,7 @@ from support.tiny_models import tiny_model
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
-    """Run the command as the shell would, in this process. Returns its exit status and what stderr says."""
+    """Run the command as the shell would, in this process. Returns its exit status and stderr."""
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["diffllama", *map(str, arguments)])
@@ -40,7 +40,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
 
 
 def error_of(err: str) -> str:
-    """Check that stderr ends in one error, a line or, where it lists several faults, more. Returns it."""
+    """Check that stderr ends in one error, which has a line, or several if it lists faults. Returns it."""
     lines = [line for line in err.splitlines() if line.strip()]
     (start,) = [i for i, line in enumerate(lines) if line.startswith("Error: ")]
     assert start == len(lines) - 1 or re.match("Error: (CheckpointError|FolderError): ", lines[start])
@@ -57,7 +57,7 @@ def source(tmp_path: Path) -> Path:
     params=["missing folder", "config no json", "config too deep", "adapter", "cut safetensors", "several faults"]
 )
 def refusal(request: pytest.FixtureRequest) -> Refusal:
-    """One of each class of errors; tests/conversion/test_convert.py has all refusals."""
+    """An error of each class. All refusals are in tests/conversion/test_convert.py."""
     return REFUSALS[request.param]
 
 
@@ -404,7 +404,7 @@ def run_in_light_process(lines: Iterable[str], cwd: Path) -> tuple[dict[str, tup
     """Run command lines in one process.
 
     Returns:
-        Each one's exit status, and which of `HEAVY` were imported after it; what they printed to stderr, on one line.
+        Exit status of each, and the modules of `HEAVY` imported after it; and stderr, on one line.
     """
     command = [sys.executable, "-c", f"heavy = {HEAVY}{LIGHT}"]
     result = subprocess.run(command, cwd=cwd, input="\n".join(lines), capture_output=True, text=True, check=True)
@@ -412,7 +412,7 @@ def run_in_light_process(lines: Iterable[str], cwd: Path) -> tuple[dict[str, tup
 
 
 def test_wrong_arguments_of_convert_are_refused_without_heavy_imports(tmp_path: Path) -> None:
-    """Options that are wrong, and sources that do not exist, as a path and as what may be a repository."""
+    """These are invalid options, and sources that exist neither as a path nor as a repository."""
     commands = {
         "nowhere dest --from llama": (1, "nowhere does not exist. Name a folder, a file, or a repository of the Hub"),
         "models/llama dest --from llama": (1, "repository models/llama cannot be downloaded from the Hub"),
@@ -489,7 +489,7 @@ def test_help_and_wrong_options_import_nothing_that_takes_time(tmp_path: Path) -
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Run the command in this process. Returns its exit status and what it prints to stdout and stderr."""
+    """Run the command in this process. Returns its exit status, stdout and stderr."""
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["diffllama", *arguments])

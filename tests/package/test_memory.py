@@ -1,4 +1,4 @@
-"""What `diffllama memory` tells is what PyTorch and the caches of transformers take."""
+"""`diffllama memory` returns the memory that PyTorch and the caches of transformers take."""
 
 import json
 import re
@@ -25,13 +25,13 @@ WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "max_posit
 
 
 def kept(cache: DynamicCache) -> int:
-    """Bytes of its keys and values."""
+    """Return the bytes of a cache's keys and values."""
     return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
 
 
 @torch.no_grad()
 def most_allocated(model: PreTrainedModel, ids: torch.Tensor) -> tuple[int, int]:
-    """The most bytes that PyTorch has at a time while a model reads a prompt, and those of the cache that it leaves."""
+    """Return the peak bytes of PyTorch while a model reads a prompt, and the bytes of the resulting cache."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -30,7 +30,7 @@ TASKS = PIPELINES | {"AutoModelForQuestionAnswering": "question-answering"}
 
 
 def tiny(auto_class: str, variant: str = "v1") -> PreTrainedModel:
-    """A tiny model of the class that an Auto class loads."""
+    """Return a tiny model of the class that an Auto class loads."""
     torch.manual_seed(0)
     return getattr(transformers, auto_class).from_config(tiny_config(variant)).eval()
 
@@ -42,7 +42,7 @@ def outputs(model: PreTrainedModel) -> torch.Tensor:
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What transformers logs as a warning or worse."""
+    """Warnings and errors that transformers logs."""
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     yield caplog

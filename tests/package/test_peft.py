@@ -50,7 +50,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def train(model: torch.nn.Module, steps: int = 3) -> list[float]:
-    """Train what is trainable. Returns the losses."""
+    """Train all trainable parameters. Returns the losses."""
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05)
     losses = []
     for _ in range(steps):
@@ -143,7 +143,7 @@ def quantized(folder: Path, **fields: Any) -> PreTrainedModel:
 
 
 def dequantized(model: PreTrainedModel, variant: str) -> PreTrainedModel:
-    """A model in float32 with the rounded weights of one in 4 bits that has computed nothing yet."""
+    """Return a float32 model with the rounded weights of a 4-bit model that has not run yet."""
     from bitsandbytes.functional import dequantize_4bit
 
     rounded = tiny_model(variant, **DIVISIBLE)

@@ -1,4 +1,4 @@
-"""What transformers' Auto classes know of the model, each time in a process of its own."""
+"""Registration with transformers' Auto classes, each test in a process of its own."""
 
 import json
 import pickle
@@ -50,7 +50,7 @@ def facts(code: str, **environment: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny V1 and a tiny V2 model, saved by us."""
+    """The folder with a tiny V1 and a tiny V2 model, saved by this package."""
     root = tmp_path_factory.mktemp("saved")
     for variant in VARIANTS:
         tiny_model(variant).save_pretrained(root / variant)
@@ -137,7 +137,7 @@ facts["their models"] = {{auto: outcome(getattr(transformers, auto).from_config,
 def test_without_diffllama_and_trust_a_folder_is_refused_and_never_becomes_transformers_model(
     folder: Path, tmp_path: Path
 ) -> None:
-    """Nor does a configuration of remote code, once it is trusted."""
+    """Neither does a trusted configuration of remote code."""
     for variant in VARIANTS:
         config = json.loads((folder / variant / "config.json").read_text())
         del config["auto_map"]

@@ -1,4 +1,4 @@
-"""`diffllama serve`, which is `transformers serve`, serves our folders to OpenAI's client."""
+"""`diffllama serve`, that is `transformers serve`, serves our folders to OpenAI's client."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ CONTENTS = [QUESTION, "w9", "w10 w11 w12 w13 w14 w15 w16 w17 w18 w19 w20", "w6 w
 
 @pytest.fixture(scope="module", autouse=True)
 def process_as_it_was() -> Iterator[None]:
-    """Take the class away again that `run` gives to transformers in this process, and its handlers of signals."""
+    """Restore the classes and signal handlers that `run` changes in this process."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     vars(model_manager.transformers).pop(DiffLlamaForCausalLM.__name__, None)
@@ -114,7 +114,7 @@ LONG = "w6 " * SHORT
 
 
 class InProcess:
-    """A server in this process, and its folder."""
+    """A server in this process, and its model folder."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         with pytest.MonkeyPatch.context() as patch:

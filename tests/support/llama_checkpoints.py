@@ -185,7 +185,7 @@ def _other_weights(src: Path) -> None:
 
 
 def gguf_file(file: Path, layers: int = 1) -> Path:
-    """A readable GGUF file of a Llama that lacks all tensors but the embedding."""
+    """Write a readable GGUF file of a Llama that lacks all tensors but the embedding."""
     writer = GGUFWriter(file, "llama")
     sizes = {"context_length": 256, "embedding_length": 64, "block_count": layers, "feed_forward_length": 96}
     for key, value in (sizes | {"attention.head_count": 4, "attention.head_count_kv": 2, "vocab_size": 97}).items():

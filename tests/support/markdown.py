@@ -1,4 +1,4 @@
-"""What Markdown pages contain: blocks of code and tables."""
+"""Code blocks and tables of Markdown pages."""
 
 import re
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ class Block:
     """A block of code.
 
     Args:
-        page: name of the file that has it.
-        language: of the code, as in ```` ```sh ````.
-        title: what it needs, such as "needs the Hub"; empty for a block that runs anywhere.
+        page: name of its file.
+        language: language of the code, as in ```` ```sh ````.
+        title: requirement, such as "needs the Hub"; empty for a block that runs anywhere.
         text: the code.
     """
 

@@ -1,7 +1,7 @@
-"""The independent truth: a differential Llama written from the paper's formulas, head by head, in plain PyTorch.
+"""The independent reference: a differential Llama from the paper's formulas, head by head, in plain PyTorch.
 
-Nothing here comes from the package but the names of the weights. Every function works in the dtype of its inputs:
-float64 is the truth, bfloat16 shows what plain PyTorch loses. Shapes are those of one sequence, without a batch.
+Only the names of weights come from the package. Every function computes in the dtype of its inputs: float64 is the
+truth, bfloat16 shows the error of plain PyTorch. Shapes are those of one sequence, without a batch.
 """
 
 import math
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor:
-    """Half-rotation RoPE of [n, w]: (x_i, x_{i+w/2}) turns by positions·θ^(-2i/w)."""
+    """Apply half-rotation RoPE to [n, w]: rotate (x_i, x_{i+w/2}) by positions·θ^(-2i/w)."""
     half = x.shape[-1] // 2
     frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = positions.to(torch.float64)[:, None] * frequencies
@@ -22,24 +22,24 @@ def rotate(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x / √(mean(x²) + ε), times a weight."""
+    """Compute x / √(mean(x²) + ε), times a weight."""
     x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
     return x if weight is None else x * weight
 
 
 def softmax_map(query: Tensor, key: Tensor, visible: Tensor) -> Tensor:
-    """softmax(Q Kᵀ/√w) over the visible keys: [n, w], [m, w], [n, m] -> [n, m]; a row that sees nothing is zero."""
+    """Compute softmax(Q Kᵀ/√w) over visible keys: [n, w], [m, w], [n, m] -> [n, m]. A row without any is zero."""
     scores = (query @ key.T / math.sqrt(query.shape[-1])).masked_fill(~visible, -math.inf)
     return torch.where(visible.any(-1, keepdim=True), torch.softmax(scores, dim=-1), torch.zeros_like(scores))
 
 
 def lambda_init(layer: int) -> float:
-    """The paper's schedule, layers counted from 1: 0.8 - 0.6·exp(-0.3·(l - 1))."""
+    """Compute the paper's schedule for layer l = 1, 2, …: 0.8 - 0.6·exp(-0.3·(l - 1))."""
     return 0.8 - 0.6 * math.exp(-0.3 * ((layer + 1) - 1))
 
 
 def linear(x: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
-    """x Wᵀ, plus a bias if there is one."""
+    """Compute x Wᵀ, plus a bias if there is one."""
     y = x @ weights[f"{name}.weight"].T
     return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
 
@@ -61,7 +61,7 @@ def attention(
     head_norm_eps: float = 1e-5,
     lambda_start: float | None = None,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Multi-head differential attention of one sequence.
+    """Compute multi-head differential attention of one sequence.
 
     As many heads share a noise query as there are heads for each of the `noise_heads` (by default, one): their queries
     come first, then the noise's. Queries and keys are normalised if there are weights for it, and rotated unless
@@ -80,7 +80,7 @@ def attention(
     q, k, v = (linear(x, weights, f"{name}_proj") for name in "qkv")
 
     def prepared(vectors: Tensor, index: int, norm: str) -> Tensor:
-        """Query or key number `index`, [n, d], normalised and rotated."""
+        """Return query or key number `index`, [n, d], normalized and rotated."""
         vector = vectors[:, index * d : (index + 1) * d]
         if f"{norm}.weight" in weights:
             vector = rms_norm(vector, weights[f"{norm}.weight"], norm_eps)
@@ -111,12 +111,12 @@ def attention(
 
 
 def poly_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """w0·n(x³) + w1·n(x²) + w2·n(x) + b, where n is RMSNorm with ε = 1e-6 (arXiv 2411.03884)."""
+    """Compute w0·n(x³) + w1·n(x²) + w2·n(x) + b, where n is RMSNorm with ε = 1e-6 (arXiv 2411.03884)."""
     return sum((w * rms_norm(x**power, None, 1e-6) for w, power in zip(weight, (3, 2, 1), strict=True)), bias)
 
 
 def feed_forward(x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """down(act(gate(x))·up(x)), or without a gate down(act(up(x))); SiLU unless there are weights for PolyNorm."""
+    """Compute down(act(gate(x))·up(x)), without a gate down(act(up(x))); SiLU, or PolyNorm if it has weights."""
     up = linear(x, weights, "up_proj")
     gate = linear(x, weights, "gate_proj") if "gate_proj.weight" in weights else up
     if "act_fn.weight" in weights:
@@ -135,7 +135,7 @@ def joined_attention(
     scaling: float,
     signals_per_noise: int = 1,
 ) -> Tensor:
-    """Differential attention of what attention functions are given, by whole maps.
+    """Compute differential attention from the arguments of attention functions, by whole maps.
 
     Queries [b, H, n, D] in groups of `signals_per_noise` signals and their noise, keys and values [b, h_kv, m, D], λ
     [1] or [b, n, s, 1], a boolean mask that fits [b, H, n, m] or `None` for causal -> signal - λ·noise [b, n, s, D].
@@ -150,14 +150,14 @@ def joined_attention(
 
 
 def under(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The weights whose names start with `prefix`, without it."""
+    """Return the weights whose names start with `prefix`, without the prefix."""
     return {name[len(prefix) :]: tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
 def language_model(
     input_ids: Tensor, weights: Mapping[str, Tensor], positions: Tensor, visible: Tensor, config: object
 ) -> Tensor:
-    """Logits [n, vocabulary] of one sequence: pre-norm layers of attention and feed-forward, as in Llama."""
+    """Compute the logits [n, vocabulary] of one sequence, with pre-norm layers as in Llama."""
     eps = config.rms_norm_eps
     x = weights["model.embed_tokens.weight"][input_ids]
     for i in range(config.num_hidden_layers):

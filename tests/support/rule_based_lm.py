@@ -1,4 +1,4 @@
-"""A language model that does what a rule says, so that what a probe should find is known."""
+"""A language model that follows a rule, so that a probe's result is known."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ Rule = Callable[[list[int]], dict[int, float]]
 
 
 class RuleBasedLM(PreTrainedModel, GenerationMixin):
-    """Logits by a rule, with a cache and without."""
+    """Computes logits by a rule, with a KV cache or without."""
 
     config_class = LlamaConfig
     _supports_attention_backend = True
@@ -49,7 +49,7 @@ class RuleBasedLM(PreTrainedModel, GenerationMixin):
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte of UTF-8, whose id is its place in the sorted alphabet, and an end, 256."""
+    """Return a tokenizer with a token for each byte, whose id is its place in the sorted alphabet, and EOS, 256."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE({letter: at for at, letter in enumerate(alphabet)}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -58,7 +58,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def rule_based_lm(answer: Callable[[str], str], after: str) -> LoadedModel:
-    """A model with a token for each byte that answers a text which ends in `after`, letter by letter, and ends."""
+    """Return a model with byte tokens that answers, letter by letter, a text that ends in `after`, then EOS."""
     tokenizer = byte_tokenizer()
 
     def next_token(ids: list[int]) -> dict[int, float]:

@@ -1,7 +1,7 @@
-"""Fresh processes, each of which has imported torch and nothing that knows of the model.
+"""Fresh processes that have imported torch, but nothing that registers the model.
 
-Importing transformers takes 5 s of CPU time, most of it for torch and SciPy. So one process imports these, and others,
-which are forked from it, import the rest.
+Importing transformers takes 5 s of CPU time, most of it for torch and SciPy. One process imports these, and the others
+are forked from it.
 """
 
 import functools
@@ -50,22 +50,22 @@ for line in sys.stdin:
 
 @functools.cache
 def server() -> subprocess.Popen[str]:
-    """The process that has imported torch. It ends with this one."""
+    """Start the process that has imported torch. It ends with this process."""
     return subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def run(
     code: str, *arguments: object, environment: Mapping[str, str], cwd: Path | str = "."
 ) -> tuple[dict[str, Any], str]:
-    """Run code in a fresh process without a terminal, which must end well.
+    """Run code in a fresh process without a terminal. It must exit with status 0.
 
     Args:
-        arguments: it finds them in `sys.argv`.
-        environment: all its variables.
-        cwd: the folder to run it in.
+        arguments: arguments in `sys.argv`.
+        environment: all environment variables.
+        cwd: working directory.
 
     Returns:
-        What it put into the dictionary `facts`, and what it printed.
+        The dictionary `facts` of the code, and its output.
     """
     process = server()
     assert process.stdin is not None
@@ -80,5 +80,5 @@ def run(
 
 
 def facts(code: str, environment: Mapping[str, str], cwd: Path | str = ".") -> dict[str, Any]:
-    """The facts of `run`, with variables besides those of this process."""
+    """Return the facts of `run`, with this process's environment and further variables."""
     return run(code, environment=os.environ | environment, cwd=cwd)[0]

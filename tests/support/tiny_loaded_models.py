@@ -1,4 +1,4 @@
-"""Tiny models with random weights and a tokenizer, as probes measure them."""
+"""Tiny models with random weights and a tokenizer, for probes."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -12,7 +12,7 @@ KINDS = ("llama", *VARIANTS)
 
 
 def tiny_loaded_model(kind: str) -> LoadedModel:
-    """A Llama or one of ours, V1 with two signals for each noise, for texts up to 1024 bytes, a token each."""
+    """Return a Llama, a V2, or a V1 with two signals per noise, for texts of up to 1024 bytes, each of them a token."""
     tokenizer = byte_tokenizer()
     if kind in VARIANTS:
         fields = {"vocab_size": len(tokenizer), "max_position_embeddings": 1024, **(GROUPED if kind == "v1" else {})}

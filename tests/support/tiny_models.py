@@ -1,4 +1,4 @@
-"""Small models and inputs that the tests share."""
+"""Small models and inputs for several tests."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ EVERY_FEATURE: dict[str, Any] = {
 
 
 def tiny_config(variant: str = "v1", **fields: Any) -> DiffLlamaConfig:
-    """Two layers, four differential heads of width 16 on two key/value heads."""
+    """Return a configuration of two layers, four differential heads of width 16 and two key/value heads."""
     defaults = {
         "vocab_size": 97,
         "hidden_size": 64,
@@ -51,7 +51,7 @@ def tiny_config(variant: str = "v1", **fields: Any) -> DiffLlamaConfig:
 def tiny_model(
     variant: str = "v1", dtype: torch.dtype = torch.float32, attn_implementation: str = "eager", **fields: Any
 ) -> DiffLlamaForCausalLM:
-    """A language model with random weights, the same for the same arguments, in evaluation mode."""
+    """Return a language model in evaluation mode, with random weights that depend only on the arguments."""
     config = tiny_config(variant, **fields)
     torch.manual_seed(0)
     model = DiffLlamaForCausalLM._from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
@@ -59,7 +59,7 @@ def tiny_model(
 
 
 def paged(pages: int, tokens_at_once: int, **settings: Any) -> ContinuousBatchingConfig:
-    """Continuous batching on the CPU with a cache of so many pages of 16 tokens, where it would take all memory."""
+    """Configure continuous batching with `pages` pages of 16 tokens; by default it takes all memory on a CPU."""
     page = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # its older name
     batching = ContinuousBatchingConfig(
         num_blocks=pages, max_batch_tokens=tokens_at_once, use_cuda_graph=False, **{page: 16}, **settings
@@ -69,12 +69,12 @@ def paged(pages: int, tokens_at_once: int, **settings: Any) -> ContinuousBatchin
 
 
 def tokens(*shape: int, vocab_size: int = 97, seed: int = 0) -> torch.Tensor:
-    """Random token ids without the padding token 0."""
+    """Return random token ids without the padding token 0."""
     return torch.randint(1, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Whole words as tokens, a word for each of the tiny models' 97, padding at the left, and a chat template."""
+    """Return a tokenizer of 97 words, as many as the tiny models have, with left padding and a chat template."""
     words = ["<pad>", "<s>", "</s>", "<unk>", "<|user|>", "<|assistant|>", *(f"w{i}" for i in range(6, 97))]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

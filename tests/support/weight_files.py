@@ -1,4 +1,4 @@
-"""Files of weights, sound and broken, and what is read from them."""
+"""Weight files, valid and broken, and their content."""
 
 import json
 import os
@@ -22,7 +22,7 @@ only_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc 
 
 
 def randoms(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Random bytes: every float there is, but for NaN and infinity."""
+    """Return a tensor of random bytes: any float except NaN and infinity."""
     count = torch.Size(shape).numel() * dtype.itemsize
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(256, (count,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
@@ -30,7 +30,7 @@ def randoms(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: in
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal, bit for bit."""
+    """Tell whether two tensors are equal, bit for bit."""
     bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b)]
     return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*bits)
 
@@ -48,12 +48,12 @@ def in_memory(tensors: dict[str, torch.Tensor]) -> Checkpoint:
 
 
 def as_they_are(checkpoint: Checkpoint) -> dict[str, Step]:
-    """The plan that changes nothing, neither tensors nor names."""
+    """Return the plan that keeps all tensors and names."""
     return {name: Step((name,), lambda tensor: tensor, meta) for name, meta in checkpoint.tensors.items()}
 
 
 def read_shards(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors in a folder, none of them twice."""
+    """Read all tensors of a folder, each of which occurs once."""
     found: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
         weights = load_file(file)
@@ -63,7 +63,7 @@ def read_shards(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def sharded(folder: Path, suffix: str = "safetensors") -> dict[str, torch.Tensor]:
-    """Write three shards of a tensor or two, and their index."""
+    """Write three shards of one or two tensors, and their index."""
     folder.mkdir(exist_ok=True)
     stem = "model" if suffix == "safetensors" else "pytorch_model"
     weights, weight_map = {}, {}
@@ -82,7 +82,7 @@ def shards(folder: Path) -> list[Path]:
 
 
 def cut(file: Path, count: int = 1) -> None:
-    """Take a file's last bytes away."""
+    """Remove the last bytes of a file."""
     os.truncate(file, file.stat().st_size - count)
 
 
@@ -108,7 +108,7 @@ each_format = pytest.mark.parametrize("to_file", [pytest.param(to_file, id=name)
 
 
 def message(src: Path) -> str:
-    """What is said of weights that cannot be read."""
+    """Return the error message for weights that cannot be read."""
     with pytest.raises(CheckpointError) as error:
         open_checkpoint(src)
     return str(error.value)

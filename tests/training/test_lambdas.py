@@ -1,4 +1,4 @@
-"""V1's vectors of λ are trained beside an adapter, and saved with it."""
+"""V1's λ vectors are trained beside an adapter, and saved with it."""
 
 import copy
 from pathlib import Path
@@ -24,7 +24,7 @@ def base(**fields: Any) -> torch.nn.Module:
 
 
 def adapted(**fields: Any) -> PeftModel:
-    """A model with a LoRA, the same one for the same arguments, whose vectors of λ are trained."""
+    """Return a model with a LoRA and trainable λ vectors; equal arguments give equal models."""
     model = base(**fields)
     torch.manual_seed(1)
     return train_lambdas(get_peft_model(model, LoraConfig(task_type=TASK)))

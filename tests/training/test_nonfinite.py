@@ -1,4 +1,4 @@
-"""A NaN stops a training where it arises, before any weight is lost."""
+"""A NaN stops training before it reaches the weights."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ ROWS = tokens(16, 8, vocab_size=96)
 
 
 def trainer(folder: Path, rows: torch.Tensor, *callbacks: TrainerCallback, **arguments: Any) -> Trainer:
-    """One that reads the rows in order, two at a time in two batches of one, with a model that cannot read `POISON`."""
+    """Return a Trainer that reads rows in order, two per step by accumulation; `POISON` gives NaN."""
     model = tiny_model("v2", attn_implementation="sdpa")
     with torch.no_grad():
         model.model.embed_tokens.weight[POISON] = torch.nan
@@ -42,7 +42,7 @@ def poisoned(row: int) -> torch.Tensor:
 
 
 def good_weights(made: Trainer) -> dict[str, torch.Tensor]:
-    """All weights, without the poison."""
+    """Return all weights, without the poison."""
     weights = {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:POISON]
     return weights
@@ -69,7 +69,7 @@ def test_good_batches_are_learned_as_ever(tmp_path: Path) -> None:
 
 
 def test_where_gradients_are_not_at_hand_what_is_logged_tells(tmp_path: Path) -> None:
-    """As under DeepSpeed."""
+    """DeepSpeed hides gradients."""
 
     class Hidden(StopOnNonFiniteCallback):
         def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -82,7 +82,7 @@ def test_where_gradients_are_not_at_hand_what_is_logged_tells(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("field", "value", "off"), [("fp16", True, False), ("mixed_precision", "fp16", "no")])
 def test_loss_scaler_may_overflow(field: str, value: Any, off: Any, tmp_path: Path) -> None:
-    """fp16 itself needs a GPU; accelerate launch sets the second field."""
+    """fp16 needs a GPU. `accelerate launch` sets the second field."""
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     setattr(arguments, field, value)
     model = torch.nn.Linear(1, 1)

@@ -1,4 +1,4 @@
-"""Every token of every text ends up in a sequence, once, in order."""
+"""Every token of every text is in one sequence, in order."""
 
 import bz2
 import gzip
@@ -30,7 +30,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(name: str, *documents: str) -> str:
-    """A file with this document, or with these as rows."""
+    """Write a file with one document, or with several as rows."""
     rows = "".join(json.dumps({"text": document}) + "\n" for document in documents)
     compress = {".gz": gzip.compress, ".bz2": bz2.compress}.get(Path(name).suffix, bytes)
     Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ def test_parquet_and_csv_are_read() -> None:
 
 
 def test_dataset_is_read_with_its_split_and_column() -> None:
-    """A folder, which `datasets` reads as it does a repository."""
+    """`datasets` reads a folder like a repository."""
     write("data/train.jsonl", "w7", "w8")
     write("data/test.jsonl", "w9")
     assert list(read_documents(dataset="data")) == ["w7", "w8"]

@@ -1,4 +1,4 @@
-"""`pretrain` trains what its file says, and a training that is killed ends where it would have ended."""
+"""`pretrain` trains by its file, and a killed training ends with the weights of an uninterrupted one."""
 
 import json
 import multiprocessing
@@ -60,7 +60,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The working directory: a tokenizer, texts, some of them empty, one much longer than a sequence, and a dataset."""
+    """Working directory with a tokenizer, a dataset, and texts: some empty, one much longer than a sequence."""
     work = tmp_path_factory.mktemp("work")
     tiny_tokenizer().save_pretrained(work / "tokenizer")
     for folder in ("texts", "rows"):
@@ -79,18 +79,18 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _inside(work: Path) -> None:
-    """Every test runs in that directory."""
+    """Run every test in that directory."""
 
 
 def write(name: str, settings: dict[str, Any] = SETTINGS, **fields: Any) -> Path:
-    """A configuration whose output folder is `name`."""
+    """Write a configuration whose output folder is `name`."""
     settings = settings | {"training": settings["training"] | {"output_dir": name} | fields}
     Path(f"{name}.yaml").write_text(yaml.safe_dump(settings))
     return Path(f"{name}.yaml")
 
 
 def training(**fields: Any) -> dict[str, Any]:
-    """The section `training` with other fields."""
+    """Return the section `training` with other fields."""
     return {"training": SETTINGS["training"] | fields}
 
 
@@ -106,7 +106,7 @@ def same_weights(*folders: Path) -> bool:
 
 @contextmanager
 def trained_batches() -> Iterator[list[torch.Tensor]]:
-    """The tokens of all batches that are trained on."""
+    """Return the tokens of all training batches."""
     step, batches = Trainer.training_step, []
 
     def spy(self: Trainer, model: Any, inputs: Any, *rest: Any) -> Any:
@@ -137,7 +137,7 @@ def test_pretraining_learns_and_logs_losses_and_map_statistics(whole: Path) -> N
 
 
 def test_step_has_the_recipes_tokens_and_the_first_loss_is_their_mean(whole: Path) -> None:
-    """128 tokens in batches of 64: the gradient is accumulated over two."""
+    """A step has 128 tokens in two accumulated batches of 64."""
     arguments = torch.load(whole / "training_args.bin", weights_only=False)
     assert (arguments.gradient_accumulation_steps, arguments.per_device_train_batch_size) == (2, 4)
     assert (arguments.adam_beta2, arguments.weight_decay) == (0.98, 0.05)  # the recipe's
@@ -181,7 +181,7 @@ def test_model_is_trained_further() -> None:
 
 
 def killed(config: Path, owner: type, method: str, step: int, half_written: bool) -> None:
-    """Train until a method is called at a step, and dies there."""
+    """Train in this process, and die when a method is called at a step."""
     original = getattr(owner, method)
 
     def die(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +198,7 @@ def killed(config: Path, owner: type, method: str, step: int, half_written: bool
 
 
 def kill(config: Path, owner: type, method: str, step: int, half_written: bool = False) -> None:
-    """Train in a process that dies of SIGKILL where `killed` says."""
+    """Train in a process that dies of SIGKILL at the place of `killed`."""
     child = multiprocessing.get_context("fork").Process(target=killed, args=(config, owner, method, step, half_written))
     child.start()
     child.join(120)
@@ -263,7 +263,7 @@ def test_killed_run_of_several_epochs_with_dropout_and_evaluation_ends_at_the_sa
 
 
 def checkpoint(step: int, state: str | None, *names: str) -> Path:
-    """A checkpoint of these files, with this content of trainer_state.json."""
+    """Write a checkpoint of these files, with this content of trainer_state.json."""
     folder = Path("checkpoints", f"checkpoint-{step}")
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -422,7 +422,7 @@ def test_fields_that_contradict_streaming_are_named(changes: Any, message: str) 
 
 
 def test_example_for_many_gpus_starts() -> None:
-    """As it is but for its sizes and the Hub's text, tokenizer and GPUs."""
+    """Only its sizes, text, tokenizer and devices are replaced."""
     settings = yaml.safe_load((ROOT / "examples/pretrain_3b.yaml").read_text())
     assert settings["data"]["streaming"] is True
     settings["model"] |= MODEL | {"num_key_value_heads": 2, "vocab_size": 97, "attn_implementation": "sdpa"}
@@ -619,7 +619,7 @@ if child:
 @pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True], ids=["files", "stream"])
 def test_two_processes_train_as_one_does(streaming: bool, whole: Path) -> None:
-    """The file is the same: they share the tokens of a step."""
+    """Both read the same file and share the tokens of a step."""
     settings = STREAMED | {"model": MODEL} if streaming else SETTINGS  # without dropout
     fields = EVALUATED if streaming else {}
     alone = pretrain(write("one", settings, **fields)) if streaming else whole
@@ -633,7 +633,7 @@ def test_two_processes_train_as_one_does(streaming: bool, whole: Path) -> None:
 
 
 def test_yaml_reads_exponents_as_numbers_and_no_as_text() -> None:
-    """Not to PyYAML: it takes 1e-2 for a text and `no` for false."""
+    """PyYAML reads 1e-2 as a string and `no` as false."""
     text = write("meant", learning_rate="RATE", max_steps="STEPS", save_strategy="later").read_text()
     for name, value in {"RATE": "1e-2", "STEPS": "1e0", "later": "no"}.items():
         text = text.replace(f": {name}", f": {value}")
@@ -655,7 +655,7 @@ def test_epochs_take_the_place_of_the_recipes_steps() -> None:
 
 
 def test_world_without_a_launcher_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clusters set this variable for themselves."""
+    """Clusters set WORLD_SIZE for their own purposes."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     arguments = training_arguments(read_settings(write("world", use_cpu=False)), False)
     assert (arguments.world_size, arguments.gradient_accumulation_steps) == (1, 2)

@@ -1,4 +1,4 @@
-"""Two processes compute what one computes: data in parallel, weights sharded, and heads in parallel."""
+"""Two processes compute the same as one: data parallel, sharded, and tensor parallel."""
 
 import itertools
 import json
@@ -39,7 +39,7 @@ ROWS = [{"input_ids": row, "labels": row} for row in tokens(32, 12)]
 
 
 def kept(parameter: Any) -> float:
-    """The fraction of a parameter that a process has."""
+    """Return the fraction of a parameter that a process has."""
     if hasattr(parameter, "ds_tensor"):
         return parameter.ds_tensor.numel() / parameter.ds_numel
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -48,7 +48,7 @@ def kept(parameter: Any) -> float:
 
 @contextmanager
 def lambda_precisions() -> Iterator[set[tuple[str, str]]]:
-    """The dtypes that λ is computed from, and in."""
+    """Return the dtypes of λ's inputs and of its computation."""
     compute, precisions = DiffLlamaAttention.differential_lambda, set()
 
     def watched(layer: DiffLlamaAttention, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def lambda_precisions() -> Iterator[set[tuple[str, str]]]:
 
 
 def train(variant: str, name: str, variables: dict[str, str], processes: int) -> None:
-    """One of `RUNS`, in each of its processes, which have these variables of the environment."""
+    """Train one of `RUNS` in each of its processes, with these environment variables."""
     zero = "ACCELERATE_USE_DEEPSPEED" in variables
     if zero:  # which `use_cpu` would leave out
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -96,12 +96,12 @@ def train(variant: str, name: str, variables: dict[str, str], processes: int) ->
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of which each process has a part."""
+    """Gather a tensor of which each process has a part."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().contiguous()
 
 
 def compute_heads_in_parallel(variant: str) -> None:
-    """Each process has some of the heads."""
+    """Compute with some of the heads in each process."""
     model = AutoModelForCausalLM.from_pretrained(f"{variant}/begin", tp_plan="auto").eval()
     layer = model.model.layers[0].self_attn
     mine = layer.q_proj.weight.to_local() if hasattr(layer.q_proj.weight, "to_local") else layer.q_proj.weight
@@ -115,7 +115,7 @@ def compute_heads_in_parallel(variant: str) -> None:
 
 
 def refuse_to_part_a_group() -> None:
-    """Of one group, neither process can have all."""
+    """Check that a single group of heads cannot be split between processes."""
     model = AutoModelForCausalLM.from_pretrained("group", tp_plan="auto")
     with pytest.raises(ValueError, match=r"`num_noise_heads` must be a multiple of the tensor-parallel .* got 1"):
         model(tokens(2, 9))
@@ -140,7 +140,7 @@ def run(environments: dict[str, dict[str, str]], processes: int, work: Path) -> 
 
 
 def environment_of(file: str, *options: str) -> dict[str, str]:
-    """What one of our files for `accelerate launch` tells processes, but for bfloat16."""
+    """Return the environment variables of one of our files for `accelerate launch`, without bfloat16."""
     return environment(launch_arguments(file, *options)) | {"ACCELERATE_MIXED_PRECISION": "no"}
 
 
@@ -170,7 +170,7 @@ CUT = [name for name, (_, _, variables) in RUNS.items() if "FSDP_VERSION" in var
 
 
 def translate(checkpoint: Path) -> None:
-    """Make a sharded checkpoint of the Trainer's plain, or a plain one sharded.
+    """Convert a sharded checkpoint of the Trainer to a plain one, or a plain one to a sharded one.
 
     The Trainer takes up a checkpoint only as it wrote it: it calls what an optimizer keeps by numbers in one process,
     and by names where it shards. torch knows both. The weights are in model.safetensors either way.
@@ -190,7 +190,7 @@ def translate(checkpoint: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every run of both variants."""
+    """Results of every run of both variants."""
     work = tmp_path_factory.mktemp("trained")
     for variant in VARIANTS:
         tiny_model(variant, initializer_range=0.05, **FIELDS[variant]).save_pretrained(work / variant / "begin")
@@ -215,7 +215,7 @@ def facts(trained: Path, variant: str, name: str) -> dict[str, Any]:
 
 
 def saved(trained: Path, variant: str, name: str) -> DiffLlamaForCausalLM:
-    """What a run has saved, in one process."""
+    """Return the model that a run saved, in one process."""
     folder = trained / variant / name
     if not (folder / "model.safetensors").exists():  # each process has saved its shards
         merge_fsdp_weights(str(folder / f"checkpoint-{STEPS}" / "pytorch_model_fsdp_0"), str(folder))

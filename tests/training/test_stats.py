@@ -1,4 +1,4 @@
-"""How far the two maps are apart is measured rightly, and measuring it changes nothing."""
+"""The difference of the two maps is measured correctly, and the measurement changes nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from support.tiny_models import EVERY_FEATURE, VARIANTS, tiny_model, tokens
 
 
 def expected_stats(model: DiffLlamaForCausalLM, row: torch.Tensor) -> dict[str, list[float]]:
-    """The truth for one sequence, layer by layer in float64 from each layer's own input."""
+    """Compute the reference for one sequence, layer by layer in float64 from each layer's input."""
     inputs: list[torch.Tensor] = []
     hooks = [
         layer.self_attn.register_forward_pre_hook(
@@ -130,7 +130,7 @@ def test_statistics_of_another_model_are_refused() -> None:
 
 
 class Recorder(TrainerCallback):
-    """A logger as transformers integrates them."""
+    """A logger integration of transformers."""
 
     seen: list[dict[str, Any]] = []
 

@@ -1,4 +1,4 @@
-"""transformers' Trainer trains the model as it trains any other."""
+"""transformers' Trainer trains the model like any other."""
 
 import inspect
 from collections.abc import Callable
@@ -28,7 +28,7 @@ Make = Callable[..., Trainer]
 
 @pytest.fixture(params=VARIANTS)
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    """Make a trainer of a tiny model, the same one for the same arguments."""
+    """Make a Trainer of a tiny model; equal arguments give equal models."""
 
     def trainer(rows: list[torch.Tensor] = ROWS, padded: bool = False, layers: int = 2, **arguments: Any) -> Trainer:
         defaults = {
@@ -48,7 +48,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
 
 
 def pad(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A batch of sequences of different lengths, whose padding counts for nothing."""
+    """Collate sequences of different lengths; padding has no label."""
     ids = torch.nn.utils.rnn.pad_sequence([row["input_ids"] for row in rows], batch_first=True)
     return {"input_ids": ids, "attention_mask": ids.ne(0).long(), "labels": ids.masked_fill(ids.eq(0), -100)}
 

@@ -45,7 +45,7 @@ Make = Callable[..., SFTTrainer]
 
 @pytest.fixture(params=VARIANTS)
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    """Make a trainer of a tiny model, whose every step sees all the data."""
+    """Make a Trainer of a tiny model in which every step reads all data."""
 
     def trainer(
         data: dict[str, list],
@@ -78,11 +78,11 @@ def joined(rows: Iterable[list[int]]) -> list[int]:
 
 
 def alone(model: torch.nn.Module, rows: list[list[int]], counted: list[slice] | None = None) -> torch.Tensor:
-    """Mean cross-entropy of sequences, each computed by itself.
+    """Compute the mean cross-entropy of sequences, each in its own forward.
 
     Args:
-        rows: their token ids.
-        counted: which tokens of each are to be predicted; all but the first by default.
+        rows: token ids of the sequences.
+        counted: whether each token has a label; by default all but the first.
     """
     losses = []
     for row, part in zip(rows, counted or [slice(1, None)] * len(rows), strict=True):
@@ -99,7 +99,7 @@ def gradient_norm(model: torch.nn.Module) -> float:
 
 
 def assert_it_learns(trainer: SFTTrainer, rows: list[list[int]], counted: list[slice] | None = None) -> None:
-    """Trains. Loss and gradient of the first step are those of the sequences by themselves, and later losses less."""
+    """Train. The first step's loss and gradient must be those of separate sequences, and later losses lower."""
     first = alone(trainer.model, rows, counted)
     if not hasattr(trainer, "_loss_shifts_labels"):  # older Trainers divide by first tokens too, which nothing predicts
         labels = next(iter(trainer.get_train_dataloader()))["labels"]

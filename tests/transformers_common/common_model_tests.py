@@ -1,7 +1,7 @@
 """transformers' own tests of a model (`ModelTesterMixin`) on our classes: `make test-transformers`.
 
-They are not installed with transformers. `TRANSFORMERS_TESTS` names the folder `tests` of its source package, which has
-no subfolders: what is tested in those (generation, export) is replaced by empty classes.
+They are not installed with transformers. `TRANSFORMERS_TESTS` is the path of `tests` in its source package, without
+subfolders; the classes in those (generation, export) are replaced by empty ones.
 """
 
 import importlib
@@ -24,7 +24,7 @@ from diffllama import (
 
 
 def add_module(name: str, **contents: Any) -> None:
-    """Make a module importable that has no file."""
+    """Make a module without a file importable."""
     sys.modules[name] = types.ModuleType(name)
     vars(sys.modules[name]).update(contents)
 
@@ -40,7 +40,7 @@ common = importlib.import_module("transformers_tests.test_modeling_common")
 
 
 class ModelTester:
-    """A tiny model and its inputs, of the sizes that transformers' tests of Llama have."""
+    """A tiny model and its inputs, with the sizes of transformers' tests of Llama."""
 
     batch_size, seq_length, is_training = 13, 7, True
     hidden_size, num_hidden_layers = 32, 2

@@ -1,4 +1,4 @@
-"""Classification data as published, and answers that can only be a class, with a shared context and without."""
+"""Published classification data, and answers constrained to classes, with a shared context and without."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from support.tiny_models import EVERY_FEATURE, tiny_model
 
 
 def data(folder: Path, **files: str) -> Source:
-    """A folder with these files: `train_txt` is train.txt, in Latin-1."""
+    """A folder with these files in Latin-1: `train_txt` is train.txt."""
     for name, content in files.items():
         *stem, suffix = name.split("_")
         (folder / f"{'_'.join(stem)}.{suffix}").write_bytes(content.encode("latin-1"))
@@ -165,7 +165,7 @@ def test_classes_with_a_common_token_prefix_are_refused() -> None:
 
 @torch.inference_mode()
 def whole(loaded: LoadedModel, prompt: Prompt) -> str:
-    """Constrained greedy decoding that computes everything anew for every token."""
+    """Decode greedily, constrained to the options, without a KV cache."""
     said: list[int] = []
     while True:
         left = {label: ids for label, ids in prompt.options.items() if ids[: len(said)] == said}

@@ -1,4 +1,4 @@
-"""Where data are found, and how files are read."""
+"""Data are found, and files are read."""
 
 import bz2
 import gzip

@@ -1,4 +1,4 @@
-"""Needles stand where they are said to stand, and prompts are as long as they may be."""
+"""Needles are at their stated places, and prompts have the allowed length."""
 
 import pytest
 from hypothesis import given, settings

@@ -17,7 +17,7 @@ JUG = {"context_options": ["The jug broke as the jug", "The jug broke as the wal
 
 
 def made(folder: Path, task: str, row: dict[str, Any]) -> Source:
-    """A folder with a task of one row."""
+    """Return a folder with a task of one row."""
     (folder / f"{task}.jsonl").write_text(json.dumps(row) + "\n")
     return Source(folder, built_in=False)
 
@@ -31,7 +31,7 @@ def test_question_is_answered(task: str, end: str, tmp_path: Path) -> None:
 
 
 def test_of_equal_answers_the_first_is_right(tmp_path: Path) -> None:
-    """They are equally likely, and of equally likely ones the first counts as the model's."""
+    """Equal answers are equally likely, and the first of equally likely answers counts as the model's."""
     source = made(tmp_path, "piqa", SEA | {"choices": ["no", "yes", "yes"], "gold": 2})
     assert read("piqa", source)[0].gold == 1
 

@@ -1,4 +1,4 @@
-"""Files of documents to summarise or with questions."""
+"""Files of documents with questions, or to summarise."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What every probe does: it measures, writes a report with a figure, and goes on where it broke off."""
+"""Every probe measures, writes a report with a figure, and resumes after an interruption."""
 
 import json
 from collections.abc import Iterator

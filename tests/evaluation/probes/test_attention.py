@@ -1,4 +1,4 @@
-"""Attention to an answer, planted and uniform, and its shares by arithmetic."""
+"""Attention to the answer, planted or uniform, has the shares that arithmetic gives."""
 
 import dataclasses
 import re
@@ -28,7 +28,7 @@ NEEDLE = re.compile(r"The magic number of \w+ is \d{7}\.")
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A text without digits, in one byte a letter."""
+    """A text without digits, one byte per letter."""
     file = tmp_path / "sea.txt"
     file.write_text("The sea is grey. Gulls cry over the harbour! Who hears them? A boat lies there alone. " * 9)
     return file
@@ -39,13 +39,13 @@ def passages(probe: AttentionToAnswer, loaded: LoadedModel, data: Path) -> dict[
 
 
 def shares(loaded: LoadedModel, passage: Passage) -> dict[str, dict[str, float]]:
-    """Kind of shares -> its numbers."""
+    """Return the shares of a kind."""
     (outcome,) = AttentionToAnswer().measure(loaded, {"one": passage})
     return {one.condition["shares"]: one.values for one in outcome.measurements}
 
 
 def counted(loaded: LoadedModel, passage: Passage) -> tuple[int, int, int]:
-    """Letters of the prompt, of its text, and of the answer in it, found by eye."""
+    """Return the numbers of letters of the prompt, of its text and of the answer, counted by hand."""
     prompt = loaded.tokenizer.decode(passage.ids)
     _, text, question = prompt.split("\n\n")
     assert question.startswith("Question: What is the magic number of ")
@@ -65,7 +65,7 @@ def test_attention_to_the_answer_alone(kind: str, data: Path) -> None:
 @pytest.mark.parametrize("lambda_", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("kind", KINDS)
 def test_uniform_attention(kind: str, lambda_: float, data: Path) -> None:
-    """Of n tokens each has 1 / n, signed and absolute, and a row's sum is 1 - λ."""
+    """Each of n tokens has 1/n, signed and absolute, and rows sum to 1 - λ."""
     loaded = planted_model(kind, score=0, second=0, lambda_=lambda_)
     passage = passages(AttentionToAnswer(length=LENGTH, depth=[0.5], samples_per_condition=1), loaded, data)["0.5 0"]
     n, text, answer = counted(loaded, passage)
@@ -77,7 +77,7 @@ def test_uniform_attention(kind: str, lambda_: float, data: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "lambda_"), [("v1", 0.25), ("v1", 1.0), ("v1", 1.5), ("v2", 0.25), ("v2", 0.75)])
 def test_first_maps_on_the_answer_and_second_maps_uniform(kind: str, lambda_: float, data: Path) -> None:
-    """A1 has 1/7 for each digit, A2 1/n for each token: the noise is negative, and no share is of a sum of 0."""
+    """A1 has 1/7 for each digit, A2 has 1/n for each token. The noise is negative, and no sum is 0."""
     loaded = planted_model(kind, second=0, lambda_=lambda_)
     passage = passages(AttentionToAnswer(length=LENGTH, depth=[0.25], samples_per_condition=1), loaded, data)["0.25 0"]
     n, text, answer = counted(loaded, passage)
@@ -96,7 +96,7 @@ def test_first_maps_on_the_answer_and_second_maps_uniform(kind: str, lambda_: fl
 
 
 def test_every_head_and_layer_counts_by_what_it_gives(data: Path) -> None:
-    """One layer of two has λ = 0.5 and looks at the answer, the other λ = 0.9 and looks at all alike."""
+    """One layer has λ = 0.5 and attends to the answer, the other has λ = 0.9 and attends uniformly."""
     loaded = planted_model("v1", lambda_=0.5)
     last = loaded.model.model.layers[1].self_attn
     last.lambda_init = 0.9
@@ -141,7 +141,7 @@ def test_spans_of_tokens_are_those_of_the_letters(data: Path) -> None:
 
 
 def test_spans_of_words_after_a_token_of_beginning(data: Path) -> None:
-    """It is neither text nor answer."""
+    """The BOS token is neither text nor answer."""
     words = tiny_tokenizer()
     words.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     words = PreTrainedTokenizerFast(tokenizer_object=words.backend_tokenizer, bos_token="<s>", unk_token="<unk>")
@@ -155,7 +155,7 @@ def test_spans_of_words_after_a_token_of_beginning(data: Path) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Sees how many elements the largest tensor has that anything makes."""
+    """Records the number of elements of the largest tensor that is created."""
 
     elements = 0
 
@@ -169,7 +169,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_tensor_has_all_token_pairs_or_all_logits(kind: str) -> None:
-    """The largest tensors are the queries, n × 6 × 16 padded or n × 8 × 16, or the inner states of the MLP, n × 96."""
+    """The largest tensors are queries, n × 6 × 16 padded or n × 8 × 16, or hidden states of the MLP, n × 96."""
     loaded, n = tiny_loaded_model(kind), 1000
     with Largest() as largest:
         last_rows(loaded.model, torch.ones(1, n, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""The probe of gradients: norms by arithmetic, by torch's other way to differentiate, and along a training."""
+"""The probe of gradients: norms by arithmetic, by forward-mode differentiation, and during training."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def test_norms_are_those_of_autograd(variant: str) -> None:
 
 
 def by_hand(model: PreTrainedModel, batches: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """Gradients before each step of AdamW, written down."""
+    """Return the gradients before each step of a plain AdamW."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     first, second = ([torch.zeros_like(one) for one in parameters] for _ in range(2))
     found = []

@@ -1,4 +1,4 @@
-"""The probe of hallucination: summaries and judges that are known."""
+"""The probe of hallucination, with summaries and judges that follow rules."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from support.rule_based_lm import rule_based_lm
 
 
 def summariser(known: int) -> LoadedModel:
-    """Summarise "There are N birds. …" by its first sentence if N < `known`, or else wrongly, or, from 100 on, not."""
+    """Summarise "There are N birds. …" correctly if N < `known`, wrongly above, and not at all from 100 on."""
 
     def answer(text: str) -> str:
         number = int(text.rpartition("There are ")[2].partition(" ")[0])
@@ -26,7 +26,7 @@ def summariser(known: int) -> LoadedModel:
 
 
 def strict(body: dict[str, Any], count: int) -> Answer:
-    """Ask that the document say what the response says."""
+    """Judge a response as true if the document contains it."""
     document, _, response = body["messages"][0]["content"].partition("\n\nProposed ")
     claim = response.partition(": ")[2].partition("\n\nFirst explain")[0]
     return f"I see.\nConclusion: {claim in document.partition('Document: ')[2].partition('Reference ')[0]}"
@@ -84,7 +84,7 @@ def test_accuracy_is_fraction_of_supported_summaries(measured: Measured, endpoin
 
 
 def test_judges_that_differ_have_accuracy_agreement_and_kappa(measured: Measured, endpoint: FakeJudge) -> None:
-    """The kind judge finds everything true, the vague one gives no verdict on the first."""
+    """The kind judge finds everything true. The vague judge gives no verdict on the first."""
 
     def rule(body: dict[str, Any], count: int) -> Answer:
         if body["model"] == "kind":
@@ -109,7 +109,7 @@ def test_judges_that_differ_have_accuracy_agreement_and_kappa(measured: Measured
 
 
 def test_agreement_is_over_documents_that_all_models_respond_to(measured: Measured, endpoint: FakeJudge) -> None:
-    """One model says nothing of the last two documents, the other says of all what is true of the first."""
+    """One model gives no response to the last two documents, the other gives the first's summary for all."""
     endpoint.rule = lambda body, count: "Conclusion: True" if body["model"] == "kind" else strict(body, count)
     other = rule_based_lm(lambda text: "\nThere are 10 birds.\n\n", after="\n\nSummary:")
     report = measured(summariser(14), other, judge_model=["strict", "kind"])

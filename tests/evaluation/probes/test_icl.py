@@ -1,4 +1,4 @@
-"""Many-shot classification by models of which it is known what they answer."""
+"""Many-shot classification by models that follow rules."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +14,7 @@ from support.rule_based_lm import rule_based_lm
 
 
 def copier() -> LoadedModel:
-    """Answer as the demonstration does whose question begins with the same word; without one, with an impossible z."""
+    """Answer as the example whose question has the same first word; without one, with z, which no class begins with."""
 
     def answer(text: str) -> str:
         *demonstrations, question = text.split(SEPARATOR)
@@ -26,7 +26,7 @@ def copier() -> LoadedModel:
 
 
 def trec(folder: Path) -> Path:
-    """Eight words to learn; `abbreviation`, first in the alphabet, is right for none."""
+    """Eight words to learn. `abbreviation`, alphabetically first, is right for none."""
     codes = ["HUM:ind", "LOC:city", "NUM:date", "DESC:def", "ENTY:food", "LOC:state", "HUM:gr", "NUM:dist"]
     train = [f"{code} w{number} was it" for number, code in enumerate(codes)]
     (folder / "train.txt").write_text("\n".join([*train, "ABBR:exp nothing", "NUM:dist w7 will it"]))

@@ -1,4 +1,4 @@
-"""Orders of demonstrations, and models of which it is known how much they heed them."""
+"""Orders of in-context examples, and models that follow rules."""
 
 import random
 from itertools import pairwise
@@ -17,17 +17,17 @@ from support.rule_based_lm import rule_based_lm
 
 
 def echo() -> LoadedModel:
-    """Answer what the last demonstration does."""
+    """Answer as the last example."""
     return rule_based_lm(lambda text: text.split(SEPARATOR)[-2].split("Type:")[1] + SEPARATOR, after="Type:")
 
 
 def steady() -> LoadedModel:
-    """Answer `human`, whatever the demonstrations are."""
+    """Answer `human` for all examples."""
     return rule_based_lm(lambda _: " human" + SEPARATOR, after="Type:")
 
 
 def trec(folder: Path) -> Path:
-    """Two classes; 6 of 8 test questions are of one, 2 of the other."""
+    """Two classes, of which one has 6 of 8 test questions."""
     train = [f"{code} question {number}" for number in range(10) for code in ("HUM:ind", "LOC:city")]
     test = ["HUM:ind"] * 6 + ["LOC:city"] * 2
     (folder / "train.txt").write_text("\n".join(train))

@@ -1,4 +1,4 @@
-"""The probe of quantised attention logits: values, errors and answers known by arithmetic."""
+"""The probe of quantized attention logits: values, errors and answers by arithmetic."""
 
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from support.tiny_loaded_models import KINDS, tiny_loaded_model
 
 
 def made_call(scores: torch.Tensor, mask: torch.Tensor | None = None) -> AttentionCall:
-    """Causal attention whose query i has these scores [b, heads, 3] times i + 1, and whose output is its map."""
+    """Return causal attention in which query i has these scores [b, heads, 3] times i + 1. Its output is its map."""
     return AttentionCall(
         module=torch.nn.Identity(),
         query=torch.arange(1.0, 4.0).reshape(3, 1).expand(*scores.shape, 1),

@@ -1,4 +1,4 @@
-"""The probe of word problems: solvers whose accuracy and length are known."""
+"""The probe of word problems: solvers of known accuracy and length."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def measured(output: Path, *loaded_models: LoadedModel, data: Path | None = None
 
 
 def solver(known: Callable[[int], bool], thought: str) -> LoadedModel:
-    """Answer "What is a + b?" after a thought, rightly if `known(a)`, and goes on with a question of its own."""
+    """Answer "What is a + b?" after a thought, correctly if `known(a)`, then continue with another question."""
 
     def answer(text: str) -> str:
         one, _, two = text.rpartition("What is ")[2].partition("?")[0].split()

@@ -1,4 +1,4 @@
-"""The probe of needles: what it finds is what the model says."""
+"""The probe of needles, with models that follow rules."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ def measured(loaded: LoadedModel, output: Path, **settings: object) -> Report:
 
 
 def remembers(text: str, near: int) -> str:
-    """The numbers asked for, as far as they stand in the last `near` letters of a text."""
+    """Answer with the requested numbers in the last `near` letters of a text."""
     cities = re.findall(r"[A-Z]\w+", text.rpartition("Question: What")[2].partition("?")[0])
     known = dict(re.findall(r"The magic number of (\w+) is (\d+)\.", text[-near:]))
     return " " + " and ".join(known.get(city, "nothing") for city in cities) + "."

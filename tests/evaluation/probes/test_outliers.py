@@ -1,4 +1,4 @@
-"""Largest magnitudes and medians of hand-made tensors and planted models, and of whole maps."""
+"""Largest magnitudes and medians of tensors, of planted models, and of whole maps."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ RESOLUTION = 2**-8
 
 
 def test_order_statistics_of_a_thousand_numbers() -> None:
-    """±1 to ±1000 in any order: the k-th largest is 1001 - k, the lower median 500."""
+    """Of ±1 to ±1000 in any order, the k-th largest is 1001 - k and the lower median is 500."""
     values = (torch.randperm(1000) + 1) * (-1.0) ** torch.arange(1000)
     found = Magnitudes()
     found.add(values.reshape(10, 4, 25))
@@ -64,9 +64,9 @@ def test_infinite_magnitude_survives_json() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_planted_key_and_state_have_known_magnitudes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 50 tokens two are markers, the 46th and the 49th: 5 + 2 queries see them, in 2 layers and all maps.
+    """Two of 50 tokens are markers, the 46th and the 49th. 5 + 2 queries see them, in 2 layers and all maps.
 
-    The signals' maps score them 12, the noises' -3, everything else 0.
+    Their score is 12 in signal maps and -3 in noise maps; all other scores are 0.
     """
     monkeypatch.setattr(attention, "BLOCK_BYTES", 7000)
     loaded = planted_model(kind, markers="7", score=12, second=-3)
@@ -85,7 +85,7 @@ def test_planted_key_and_state_have_known_magnitudes(kind: str, monkeypatch: pyt
 
 
 def true_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Magnitudes of all scores that a query sees, from the weights, without rotation."""
+    """Compute the magnitudes of all visible scores from the weights, without rotation."""
     states = model(ids, output_hidden_states=True).hidden_states
     n, found = ids.shape[1], []
     for layer, x in zip(model.model.layers, states[:-1], strict=True):
@@ -128,7 +128,7 @@ def test_pairs_outside_a_window_are_not_counted() -> None:
 
 
 def test_at_most_one_block_is_observed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 300 queries, keys and 8 maps, ten queries at a time."""
+    """A block has ten of 300 queries, with 300 keys and 8 maps."""
     monkeypatch.setattr(attention, "BLOCK_BYTES", 10 * 8 * 300 * 4)
     sizes: list[int] = []
     add = Magnitudes.add
@@ -174,7 +174,7 @@ def test_magnitudes_of_two_models_are_compared(tmp_path: Path) -> None:
 
 
 def test_all_pieces_count_together(tmp_path: Path) -> None:
-    """Three pieces of 16 letters, a seventh of one, a first of another: 10 and 16 queries see them in 4 · 2 maps."""
+    """Of three pieces of 16 letters, the 7th of one and the 1st of another count: 10 and 16 queries in 4 · 2 maps."""
     data = texts_of(tmp_path / "texts", a="abcdef7hijklmnop" + "7bcdefghijklmnop" + "abcdefghijklmnop")
     report = run_probe(
         Outliers(tokens=48, length=16), planted_model("llama", markers="7", score=5), output=tmp_path / "out", data=data

@@ -1,4 +1,4 @@
-"""The probe of recall: n-grams counted by hand, and a model whose losses are known."""
+"""The probe of recall: n-grams counted by hand, and a model with known losses."""
 
 from itertools import pairwise
 from math import log
@@ -14,7 +14,7 @@ from support.rule_based_lm import RuleBasedLM, byte_tokenizer
 
 
 def reciter() -> LoadedModel:
-    """Give half of the probability to what followed the last token when it was there last, the rest to all others."""
+    """Give probability ½ to the token that followed the previous occurrence of the last token, the rest to others."""
     vocabulary = len(byte_tokenizer())
 
     def next_token(ids: list[int]) -> dict[int, float]:
@@ -28,7 +28,7 @@ def reciter() -> LoadedModel:
 
 
 def slices(report: Report) -> dict[str, tuple[float, float]]:
-    """Tokens and loss of each slice."""
+    """Return tokens and loss of each slice."""
     return {
         row["condition"]["slice"]: (row["models"][0]["tokens"]["mean"], row["models"][0]["nll"]["mean"])
         for row in report.rows

@@ -1,4 +1,4 @@
-"""The probe of scaling: laws whose numbers are powers of two, and what is wrong with data."""
+"""The probe of scaling: laws with powers of two, and invalid data."""
 
 import json
 import math
@@ -12,14 +12,14 @@ from support.probe_runs import run_probe
 
 
 def measured(folder: Path, *rows: str) -> Report:
-    """Of a file with these losses."""
+    """Run the probe on a file with these losses."""
     file = folder / "losses.csv"
     file.write_text("\n".join(("architecture,parameters,tokens,loss", *rows)) + "\n")
     return run_probe(Scaling(), output=folder / "out", data=file)
 
 
 def shares(report: Report, over: str = "parameters") -> dict[float, dict[str, float]]:
-    """What the report says of each size of a DIFF."""
+    """Return the report's rows by size of the DIFF Transformer."""
     rows = [row for row in report.select(over=over) if "diff" in row["condition"]]
     return {row["condition"]["diff"]: row["models"][0]["share"] for row in rows}
 

@@ -1,4 +1,4 @@
-"""The probe of throughput: what is timed, in which order, and rates of known times."""
+"""The probe of throughput: order of the timed steps, and rates of known times."""
 
 import time
 from collections.abc import Callable

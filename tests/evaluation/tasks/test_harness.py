@@ -1,4 +1,4 @@
-"""`diffllama eval` and the tasks that it brings, of models whose answers are known or equal."""
+"""`diffllama eval` and its tasks, with models whose answers are known or equal."""
 
 import inspect
 import json
@@ -32,9 +32,9 @@ from support.rule_based_lm import byte_tokenizer, rule_based_lm
 
 @pytest.fixture(scope="module", autouse=True)
 def small_lm_eval(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Leave lm-eval one folder of its own tasks, and no list of packages, made by pip: both take seconds.
+    """Give lm-eval only one folder of its own tasks and no list of packages, which both take seconds.
 
-    Data that the environment names are ignored.
+    The environment's data are ignored.
     """
     folder = tmp_path_factory.mktemp("lm_eval")
     shutil.copytree(Path(lm_eval.tasks.__file__).parent / "hellaswag", folder / "hellaswag")
@@ -61,7 +61,7 @@ def manager(**metadata: Any) -> TaskManager:
 
 @pytest.fixture(scope="module")
 def original(models: Path) -> dict[int, dict[str, Any]]:
-    """What lm-eval finds of the Llama in two items of each task, with no examples and with two."""
+    """lm-eval's results of the Llama on two items of each task, with no examples and with two."""
     model = HFLM(str(models / "llama"), batch_size=8, device="cpu")
     return {
         shots: simple_evaluate(
@@ -77,7 +77,7 @@ def original(models: Path) -> dict[int, dict[str, Any]]:
 
 
 def scores(folder: str, groups: list[list[tuple[str, str]]], **arguments: Any) -> tuple[str, str, list[list[float]]]:
-    """The model's class, and its log-likelihoods of groups of pairs of a prompt and an answer, by lm-eval."""
+    """Return the model's class, and lm-eval's log-likelihoods of groups of (prompt, answer)."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
