@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ["OMP_NUM_THREADS"] = "1"  # tests run in parallel processes, and what these start: before torch is imported
+os.environ["OMP_NUM_THREADS"] = "1"  # tests run in parallel processes; before torch is imported
 
 import pytest
 import torch

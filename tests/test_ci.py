@@ -18,7 +18,7 @@ PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 @pytest.fixture(scope="module")
 def workflow() -> dict[str, Any]:
     file = ROOT / ".github/workflows/ci.yml"
-    return yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # `on` and versions stay text
+    return yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # `on` and versions remain strings
 
 
 def test_pushes_and_pull_requests_run_every_job(workflow: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ def test_oldest_versions_are_the_lower_bounds_of_the_package(package: str) -> No
     ids=["both", "newest", "oldest"],
 )
 def test_script_tests_the_versions_asked_for(arguments: list[str], tests: list[str], tmp_path: Path) -> None:
-    make = tmp_path / "make"  # in place of the real one, which it writes down
+    make = tmp_path / "make"  # a stub that records its arguments
     make.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
     make.chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def citation() -> dict[str, Any]:
-    # dates and versions stay text
+    # dates and versions remain strings
     return yaml.load((ROOT / "CITATION.cff").read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
 
 
@@ -23,7 +23,7 @@ def test_required_fields_of_the_format(citation: dict[str, Any]) -> None:
     assert citation["type"] == "software"
     assert citation["message"]
     assert citation["title"]
-    assert citation["authors"] == [{"name": "The diffllama authors"}]  # an entity has a name, a person has parts of one
+    assert citation["authors"] == [{"name": "The diffllama authors"}]  # only an entity has `name`
     for reference in citation["references"]:
         assert reference["type"] in ("article", "conference-paper")
         assert reference["title"]

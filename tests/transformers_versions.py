@@ -19,7 +19,7 @@ from typing import Any
 
 
 if __name__ == "__main__" and "--check" in sys.argv:
-    sys.modules["diffllama"] = None  # from here on importing it fails
+    sys.modules["diffllama"] = None  # importing it fails from here on
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -101,7 +101,7 @@ def texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[st
         if not may_round(name, model.config.sliding_window is not None):
             model.set_attn_implementation(implementation)
             torch.manual_seed(0)
-            rows = 2 if implementation == "eager" else 1  # the second begins with padding
+            rows = 2 if implementation == "eager" else 1  # the second row has left padding
             inputs = {key: value[:rows] for key, value in batch.items()}
             results[name] = model.generate(**inputs, max_new_tokens=12, **{"do_sample": False} | options)
     return results

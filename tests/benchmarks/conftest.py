@@ -12,5 +12,5 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found = dict(AttentionInterface._global_mapping)
     monkeypatch.setattr("benchmarks.implementations.OURS", ("sdpa", "fused"))
     monkeypatch.setattr(AttentionInterface, "_global_mapping", found)
-    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", {})  # where other tests leave what they restore
+    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", {})  # other tests leave restored entries there
     return found

@@ -17,7 +17,7 @@ def test_benchmark_measures_every_case_and_leaves_nothing_behind(
     folder.mkdir()
     afresh, measured_afresh = conversion.measure_afresh, []
 
-    def measure(case: str, *folders: Any) -> dict[str, float]:  # one process shows it: each imports torch
+    def measure(case: str, *folders: Any) -> dict[str, float]:  # in this process: a fresh one would import torch
         measured_afresh.append(case)
         return (afresh if (model, case) == ("llama", "convert") else conversion.measure)(case, *folders)
 

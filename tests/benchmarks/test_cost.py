@@ -11,8 +11,8 @@ from benchmarks.cost import FLOPS, units
 
 
 N, D = 32, 8
-SHAPES = {  # maps, width of queries and keys, values, their width, whether maps are subtracted before the values;
-    # of two heads of the Transformer or, where four share a noise map, of four
+SHAPES = {  # maps, width of queries and keys, number and width of values, whether maps are subtracted before values;
+    # for two heads of the Transformer, or for four if four share a noise map
     "transformer": (2, D, 2, D, False),
     "v1 padded call": (2, 2 * D, 2, 2 * D, False),
     "v1 fused": (2, D, 2, 2 * D, False),
@@ -56,7 +56,7 @@ def plain(way: str, queries: int = N) -> tuple[float, float]:
 
 @pytest.mark.parametrize("way", FLOPS)
 def test_units_are_what_torch_counts(way: str) -> None:
-    blocked = way.replace("fused", "blocked")  # as which fused kernels multiply in a backward, and for one query
+    blocked = way.replace("fused", "blocked")  # fused kernels multiply as blocked ones in a backward, and for one query
     forward, backward = plain(way)[0], plain(blocked)[1]
     pairs = 2 if "4to1" in way else 1
     assert pairs * units(way, "prefill") == forward

@@ -29,11 +29,11 @@ HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 def test_ours_have_the_llama_as_their_baseline(shape: str, variant: str, groups: int | None) -> None:
     theirs = llama(shape, groups)
     if not applies(variant, theirs):
-        assert (shape, variant, groups) in {("tiny", "v1", 4), ("small", "v1", 4)}  # three keys, or one, have no pairs
+        assert (shape, variant, groups) in {("tiny", "v1", 4), ("small", "v1", 4)}  # odd key counts have no pairs
         return
     ours = configuration(variant, theirs)
     theirs, matched = configuration(Implementation(variant).reference.architecture, theirs), baseline(ours)
-    # where four signals share their noise, ours has the Llama's feed-forward all the same
+    # with four signals per noise, our feed-forward is still the Llama's
     matched.intermediate_size = ours.intermediate_size
     assert {name: getattr(matched, name) for name in FIELDS + HEADS} == {
         name: getattr(theirs, name) for name in FIELDS + HEADS
@@ -54,7 +54,7 @@ def test_models_have_keys_and_values_of_the_same_size_and_nearly_as_many_paramet
         assert size == 2 * 3 * (32 if "4to1" in name else 128)
     counts = {name: model.num_parameters() for name, model in models.items()}
     head = 32
-    assert counts["transformers"] == counts["llama"] + 4 * head  # vectors of λ
+    assert counts["transformers"] == counts["llama"] + 4 * head  # λ vectors
     assert counts["v1"] == counts["llama"] + 4 * head + 2 * head  # and the head norm
     assert counts["v2"] == counts["llama"] + 128 * 128 + 128 * 4  # the second queries, the projection of λ
     assert counts["v2-4to1"] == counts["llama-4to1"] + 128 * head + 128 * 4

@@ -29,7 +29,7 @@ def test_peak_memory_is_that_of_a_step_though_it_is_given_back(megabytes: int) -
     if peak_memory(lambda: None, "cpu") is None:
         pytest.skip("this system does not count a process's memory")
     assert peak_memory(lambda: kept.add_(1), "cpu") == pytest.approx(0, abs=2 * MB)
-    for _ in range(2):  # what the first one has freed does not hide the second
+    for _ in range(2):  # memory that the first call freed must not hide the second
         peak = peak_memory(lambda: torch.ones(megabytes * MB // 4).sum(), "cpu")
         assert peak == pytest.approx(megabytes * MB, abs=2 * MB)
 

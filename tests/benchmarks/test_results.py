@@ -35,7 +35,7 @@ def printed(case: Case, record: dict[str, Any]) -> str:
 
 def test_every_implementation_is_timed_in_turn_and_ratios_are_of_what_is_printed(functions: dict[str, Any]) -> None:
     compared = implementations(SETTING)
-    # rounds: llama, transformers, V1, V2, llama 4:1, V2 4:1; the same from transformers on; from V1 on
+    # order of the rounds: llama, transformers, V1, V2, llama 4:1, V2 4:1; then starting with transformers; then with V1
     clock = milliseconds(*(20, 30, 24, 26, 10, 12), *(16, 12, 11, 20, 22, 10), *(12, 11, 10, 11, 10, 15))
     record = measure(CASES["model/train"], SETTING, compared, rounds=3, clock=clock)
     assert (record["case"], record["shape"], record["batch"], record["length"]) == ("model/train", "tiny", 2, 33)
@@ -51,7 +51,7 @@ def test_every_implementation_is_timed_in_turn_and_ratios_are_of_what_is_printed
     assert v1["optimizer_mb"] > v1["weights_mb"] > 0
     assert rows["ours V2, sdpa"]["ratio"]["most"] == pytest.approx(1.3)
     assert ["goal" in row for row in rows.values()] == [False, False, True, True, False, True]
-    grouped = rows["ours V2 4:1, sdpa"]  # beside its own Llama, which transformers' model is not compared with
+    grouped = rows["ours V2 4:1, sdpa"]  # compared with its own Llama, unlike transformers' model
     assert grouped["ratio"] == pytest.approx({"median": 1.1, "least": 1.1, "most": 1.2})
     assert grouped["goal"] == {"at_most": None, "below": None, "met": None}
     text = printed(CASES["model/train"], record)

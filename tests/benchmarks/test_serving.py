@@ -57,7 +57,7 @@ def test_servers_are_loaded_in_turn_and_compared(tmp_path: Path) -> None:
     for row in rows:
         lame = row["server"] == "diff"
         assert len(row["rounds"]) == len(row["ratios"]) == 2
-        assert all(0.1 < ratio < 0.7 if lame else ratio == 1 for ratio in row["ratios"])  # 1 / 5 beside nothing else
+        assert all(0.1 < ratio < 0.7 if lame else ratio == 1 for ratio in row["ratios"])  # 1/5 if nothing else runs
         for seen in row["rounds"]:
             assert seen["tokens_per_second"] == pytest.approx(3 * seen["requests_per_second"])
             assert seen["first_token_ms"] >= (50 if lame else 10)

@@ -100,7 +100,7 @@ def test_lock_keeps_others_out_and_leaves_nothing(tmp_path: Path) -> None:
             pass
         (folder / "written").touch()
     assert os.listdir(folder) == ["written"]
-    (folder / ".lock").touch()  # a run that was killed
+    (folder / ".lock").touch()  # left by a killed run
     with pytest.raises(KeyError), locked(folder, "name another"):
         raise KeyError
     assert os.listdir(folder) == ["written"]

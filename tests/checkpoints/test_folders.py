@@ -187,7 +187,7 @@ def test_files_beside_the_models_are_listed_before_and_when_they_are_lost(
     assert f"dest. These files do not belong to a model and will be lost: {lost}" in caplog.text
 
 
-# Processes that were killed
+# Killed processes
 
 OLD, NEW = {"config.json": b"old"}, {"config.json": b"new"}
 
@@ -248,7 +248,7 @@ def test_next_run_removes_what_a_killed_one_left_and_loses_nothing(
 def test_replacement_by_a_killed_run_is_done_by_the_next_one(dest: Path) -> None:
     for _ in range(2):
         replace_and_be_killed(dest, "after the old one is moved")
-    faster = dest.with_name("faster")  # an old folder comes back only where nothing stands
+    faster = dest.with_name("faster")  # an old folder is restored only if `dest` does not exist
     faster.mkdir()
     (faster / "config.json").write_text("old")
     replace_and_be_killed(faster, "after the old one is moved")
@@ -276,7 +276,7 @@ def test_folder_of_a_living_process_is_left_alone(dest: Path) -> None:
 
 
 def test_hidden_folders_of_others_are_left_alone(tmp_path: Path) -> None:
-    for number, name in enumerate(("new", LOCK)):  # without a lock, and locked before anything is in it
+    for number, name in enumerate(("new", LOCK)):  # without a lock, and locked but empty
         theirs = tmp_path / f"{work_prefix(tmp_path / 'dest')}0000000{number}" / name
         theirs.parent.mkdir()
         (theirs.touch if name == LOCK else theirs.mkdir)()

@@ -110,14 +110,14 @@ def test_pickle_that_is_cut_off_anywhere_is_refused_by_name(
         (tmp_path / "x.bin").write_bytes(content[:end])
         text = message(tmp_path / "x.bin")
         assert "\n  x.bin: torch cannot load it; it may be truncated: " in text or "only tensors are loaded" in text
-        assert "weights_only" not in text  # torch's advice, to run whatever is in it
+        assert "weights_only" not in text  # torch's advice would run the pickle's code
 
 
 @ignore_protocols
 @each_format
 def test_damaged_pickles_are_read_or_refused(to_file: Callable[[Path, Any], Path], tmp_path: Path) -> None:
     content = to_file(tmp_path / "x.bin", {"a": randoms((15, 15))}).read_bytes()
-    # Legacy files call a storage by its address, other than which they are always the same
+    # Legacy files name a storage by its address; replaced, files are reproducible
     content = re.sub(rb"X....\d{9,}", b"X\7\0\0\0storage", content, flags=re.DOTALL)
     open_checkpoint(write_file(tmp_path / "x.bin", content))
     chance, refused = random.Random(0), 0
@@ -127,7 +127,7 @@ def test_damaged_pickles_are_read_or_refused(to_file: Callable[[Path, Any], Path
             damaged[chance.randrange(len(damaged))] = chance.randrange(256)
         try:
             open_checkpoint(write_file(tmp_path / "x.bin", damaged))
-        except CheckpointError:  # and nothing else
+        except CheckpointError:  # and no other exception
             refused += 1
     assert 20 < refused < 150
 
@@ -170,7 +170,7 @@ def test_pickle_with_code_is_refused_and_not_run(to_file: Callable[[Path, Any], 
     file = to_file(tmp_path / "x.bin", {"a": torch.ones(2), "evil": Evil(trace)})
     text = message(file)
     assert "; only tensors are loaded, because unpickling can execute code" in text
-    assert "weights_only" not in text  # torch's advice, to run it
+    assert "weights_only" not in text  # torch's advice would run it
     assert not trace.exists()
     pickle.loads(pickle.dumps(Evil(trace))).close()
-    assert trace.exists()  # it would have run
+    assert trace.exists()  # pickle itself runs it

@@ -225,7 +225,7 @@ def test_sha256_is_that_of_an_index_a_header_or_else_the_file(tmp_path: Path) ->
             expect(place, content[8 : 8 + int.from_bytes(content[:8], "little")])
 
     for to_file in FORMATS.values():
-        file = to_file(tmp_path / "x.bin", {"a": torch.zeros(1000, 300)})  # more than a megabyte
+        file = to_file(tmp_path / "x.bin", {"a": torch.zeros(1000, 300)})  # longer than one read of 1 MB
         expect(file, file.read_bytes())
 
     (tmp_path / "x.gguf").write_bytes(b"GGUF" * 1000)

@@ -37,7 +37,7 @@ from support.weight_files import (
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     tensors=st.dictionaries(
-        # JSON has no words for halves of surrogate pairs, and safetensors keeps one name for itself
+        # JSON cannot encode lone surrogates, and safetensors reserves one name
         st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lambda name: name != "__metadata__"),
         st.tuples(st.sampled_from(list(DTYPES.values())), st.lists(st.integers(0, 5), max_size=3)),
         min_size=1,
@@ -145,12 +145,12 @@ def test_one_shard_and_one_tensor_are_in_memory_at_a_time(tmp_path: Path) -> Non
         name: Step((name,), lambda tensor: born(tensor * 2), torch.empty(5, 3, device="meta"))
         for name in checkpoint.tensors
     }
-    gc.disable()  # references alone have to do
+    gc.disable()  # reference counting must suffice
     try:
         write_shards(tmp_path, steps, checkpoint, max_shard_size=150)
     finally:
         gc.enable()
-    assert counts == [1, 2, 2, 3] * 5  # what is read and what is made of it, twice a shard
+    assert counts == [1, 2, 2, 3] * 5  # the tensor read and the tensor made of it, two tensors per shard
     assert len(read_shards(tmp_path)) == 10
 
 

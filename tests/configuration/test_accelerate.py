@@ -63,7 +63,7 @@ def options() -> set[str]:
 @pytest.mark.parametrize("name", BY_NAME)
 def test_every_key_is_an_option_of_accelerate(name: str, tmp_path: Path) -> None:
     fields = yaml.safe_load(BY_NAME[name].read_text())
-    for section in ("fsdp_config", "deepspeed_config", "parallelism_config"):  # whose keys accelerate does not check
+    for section in ("fsdp_config", "deepspeed_config", "parallelism_config"):  # accelerate does not check their keys
         assert fields.get(section, {}).keys() <= options()
     misspelt = tmp_path / "misspelt.yaml"
     misspelt.write_text(BY_NAME[name].read_text().replace("num_processes", "number_of_processes"))

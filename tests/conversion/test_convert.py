@@ -204,7 +204,7 @@ def test_one_model_at_a_time_is_in_memory_when_verifying(
         return model
 
     monkeypatch.setattr(TransformersModel, "load", counting)
-    gc.disable()  # references alone have to do
+    gc.disable()  # reference counting must suffice
     try:
         convert(source, tmp_path / "dest", verify=True)
     finally:
@@ -318,7 +318,7 @@ def test_repository_of_the_hub_is_found_in_the_cache_by_name_and_revision(
 
 
 def test_contradicting_generation_settings_are_no_obstacle(source: Path, tmp_path: Path) -> None:
-    settings = {"do_sample": False, "temperature": 0.9, "top_p": 0.6}  # as meta-llama/Llama-2-7b-hf has them
+    settings = {"do_sample": False, "temperature": 0.9, "top_p": 0.6}  # as in meta-llama/Llama-2-7b-hf
     (source / "generation_config.json").write_text(json.dumps(settings))
     written = json.loads((convert(source, tmp_path / "dest") / "generation_config.json").read_text())
     assert written == settings
@@ -531,7 +531,7 @@ def test_stopped_process_leaves_no_result_and_the_next_one_works(
 ) -> None:
     before = snapshot(tmp_path)
     assert stop_while_writing(tmp_path, number) == status
-    if number == signal.SIGKILL:  # nobody could clean up; what is left is hidden, and removed by the next run
+    if number == signal.SIGKILL:  # leftovers are hidden, and removed by the next run
         after = snapshot(tmp_path)
         assert {name for name in after.keys() - before.keys() if not name.startswith(".dest.")} == set()
         assert {name: after[name] for name in before} == before
@@ -552,12 +552,12 @@ def test_disk_that_is_too_small_is_reported_before_anything_is_written(
     for dest in ("link", "new/folder/dest"):
         with pytest.raises(OSError, match=r"has 0\.000262 GB left and the result needs 0\.00138 GB"):
             convert(source, tmp_path / dest)
-    assert places == [tmp_path / "disk", tmp_path]  # where the result would be
+    assert places == [tmp_path / "disk", tmp_path]  # the disk of the destination
     assert snapshot(tmp_path) == before
 
 
 def test_place_that_may_not_be_written_to_is_named() -> None:
-    with tempfile.TemporaryDirectory() as root:  # pytest's own folders are closed to other users
+    with tempfile.TemporaryDirectory() as root:  # other users cannot enter pytest's folders
         source, place = llama(Path(root) / "src"), Path(root) / "place"
         place.mkdir()
         for path in (root, place, *source.iterdir()):

@@ -59,11 +59,11 @@ READABLE = {
     "qwen3": File("qwen3", Qwen3Config, {"head_dim": 128, "tie_word_embeddings": True}),
     "phi3": File("phi3", Phi3Config, tokenizer="llama", metadata={"phi3.attention.sliding_window": 0}),
 }
-COMPLETED = {  # transformers reads neither a window nor Qwen3's width of heads
+COMPLETED = {  # transformers reads neither sliding windows nor Qwen3's head width
     "phi3, window": File("phi3", Phi3Config, {"sliding_window": 8}, metadata={"phi3.attention.sliding_window": 8}),
     "qwen3, other heads": File("qwen3", Qwen3Config, {"head_dim": 24}),
 }
-LOST = {  # what transformers would pass over
+LOST = {  # transformers would ignore these
     "biases": (File("llama", LlamaConfig, {"attention_bias": True}), r"(\s+tensor \S+\.bias){8}"),
     "llama 3.1": (File("llama", LlamaConfig, tensors=("rope_freqs.weight",)), r"\s+tensor rope_freqs\.weight"),
     "longrope": (File("phi3", Phi3Config, tensors=("rope_factors_long.weight",)), r"\s+tensor \w+_long\.weight"),

@@ -185,7 +185,7 @@ WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2}
     [
         (source_config("mha"), {}),
         (LlamaConfig(**SIZES, sliding_window=40), {}),  # transformers' Llama has no window
-        (MistralConfig(**SIZES, sliding_window=None, attention_bias=True, mlp_bias=True), {}),  # nor Mistral biases
+        (MistralConfig(**SIZES, sliding_window=None, attention_bias=True, mlp_bias=True), {}),  # Mistral has no biases
         (source_config("qwen2"), {"attention_bias": True, "attention_out_bias": False}),
         (source_config("qwen3"), {"use_qk_norm": True, "head_dim": 24}),
         (source_config("mistral-window"), WINDOWS),
@@ -224,7 +224,7 @@ def test_window_of_the_source_is_a_window_of_ours_when_generating(tmp_path: Path
 def test_cache_that_longrope_outgrows_is_filled_anew(tmp_path: Path) -> None:
     folder = convert(save_model(tmp_path / "src", source_config("phi3-longrope")), tmp_path / "dest")
     model = AutoModelForCausalLM.from_pretrained(folder)
-    arguments = {"input_ids": tokens(2, 12), "max_new_tokens": 12, "do_sample": False}  # across 16, the limit
+    arguments = {"input_ids": tokens(2, 12), "max_new_tokens": 12, "do_sample": False}  # beyond the limit of 16
     ids = model.generate(**arguments)
     assert ids.shape == (2, 24)
     assert torch.equal(ids, model.generate(**arguments, use_cache=False))
@@ -243,7 +243,7 @@ def test_cache_that_longrope_outgrows_is_filled_anew(tmp_path: Path) -> None:
 def test_v2_has_the_same_bits_for_all_shapes(
     key_value_heads: int, groups: int, width: int, ratio: int, layers: int, bias: bool, length: int
 ) -> None:
-    hidden = ratio * key_value_heads * groups  # LlamaConfig wants a multiple of the heads
+    hidden = ratio * key_value_heads * groups  # LlamaConfig requires a multiple of the number of heads
     source = LlamaConfig(
         **SIZES
         | {"hidden_size": hidden, "num_hidden_layers": layers, "head_dim": width, "attention_bias": bias}

@@ -181,7 +181,7 @@ def test_12_7b_has_the_published_tensors() -> None:
     assert shapes == {"q": [5120, 4096], "k": [2048, 4096], "v": [2048, 4096], "o": [4096, 8192]}
 
 
-# What is refused
+# Refusals
 
 
 def fields(message: str, error: type[Exception] = ValueError, **edits: Any) -> tuple[Any, type[Exception], str]:

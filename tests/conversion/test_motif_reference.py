@@ -11,7 +11,7 @@ from diffllama.conversion import motif_reference
 
 
 WIDTH = 6  # of a query or key
-HIDDEN = 20  # not heads × width, so that nothing fits by accident
+HIDDEN = 20  # not heads × width, so that wrong shapes do not fit by accident
 TOKENS = 7
 VOCABULARY = 13
 FREQUENCIES = torch.tensor([1.0, 0.31, 0.07], dtype=torch.float64)
@@ -130,7 +130,7 @@ def test_poly_norm_equals_the_published_case_and_the_loops() -> None:
         for numbers in ([0.2, 0.3, 0.5], [0.125], [-1.5, -0.5, 0.0], [-0.5263191243, -0.1043004407, 0.125])
     )
     torch.testing.assert_close(motif_reference.poly_norm(x, weight, bias), expected, rtol=0, atol=1e-10)
-    x = 0.01 * randn(4, 9)  # ε is seen
+    x = 0.01 * randn(4, 9)  # so small that ε matters
     assert_same(motif_reference.poly_norm(x, weight, bias), naive_poly_norm(x, 0.2, 0.3, 0.5, 0.125))
 
 

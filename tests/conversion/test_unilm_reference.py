@@ -12,7 +12,7 @@ from diffllama.conversion.unilm_reference import under
 
 
 WIDTH = 6  # of a query or key
-EMBED = 20  # not heads × width, so that nothing fits by accident
+EMBED = 20  # not heads × width, so that wrong shapes do not fit by accident
 TOKENS = 7
 VOCABULARY = 13
 FREQUENCIES = torch.tensor([1.0, 0.31, 0.07], dtype=torch.float64)

@@ -74,7 +74,7 @@ def test_symbols_of_regular_expressions_are_ordinary_letters() -> None:
     [
         *("layers.0.q.weightx", "xlayers.0.q.weight", "layers.0.q.weight\n", "layersx0.q.weight", "Layers.0.q.weight"),
         *("layers.a.q.weight", "layers..q.weight", "layers.-1.q.weight", "layers.0.1.q.weight", "layers.{i}.q.weight"),
-        *("layers.\u0663.q.weight", ""),  # the former has a digit, in Arabic
+        *("layers.\u0663.q.weight", ""),  # an Arabic digit
     ],
 )
 def test_tensors_that_no_entry_names_exactly_are_refused_with_their_shapes(name: str) -> None:
@@ -97,7 +97,7 @@ def test_one_tensor_made_of_two_is_refused(source: tuple[str, ...], weight_map: 
         plan({name: meta(2) for name in source}, weight_map, CONFIG)
 
 
-# plan: what is done
+# plan: operations
 
 
 def test_operations_are_given_tensor_and_configuration_in_their_order() -> None:

@@ -167,7 +167,7 @@ def test_python_code_runs_from_top_to_bottom_of_each_page(work: Path) -> None:
         if texts := [block.text for block in blocks(page, "python") if not block.title]:
             code += f"exec(compile({''.join(texts)!r}, {page.name!r}, 'exec'), names := {{}})\n"
             ran.append(page.name)
-            if page.name == "index.md":  # the maps that it asks for
+            if page.name == "index.md":  # the shapes of its maps
                 code += "assert names['differential'][0].shape[1] * 2 == names['softmax'][0].shape[1]\n"
     code += "facts['printed'] = sys.stdout.getvalue()"
     known, _ = subprocess_runner.run(code, environment=os.environ, cwd=work)
@@ -177,7 +177,7 @@ def test_python_code_runs_from_top_to_bottom_of_each_page(work: Path) -> None:
 
 @pytest.mark.slow
 def test_command_line_runs_from_top_to_bottom(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = read_settings(work / "examples/pretrain.yaml")  # as it is, but small
+    settings = read_settings(work / "examples/pretrain.yaml")  # unchanged except for its sizes
     settings["model"] |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     settings["training"] |= {"max_steps": 2, "save_steps": 2, "eval_steps": 2, "logging_steps": 1}
     (work / "examples/pretrain.yaml").write_text(yaml.safe_dump(settings))
@@ -187,7 +187,7 @@ def test_command_line_runs_from_top_to_bottom(work: Path, monkeypatch: pytest.Mo
     for line in dict.fromkeys(lines):
         words = shlex.split(line)
         if words[1:3] in (["probe", "gradients"], ["probe", "throughput"]):
-            continue  # minutes; test_evaluate.py checks their options, and tests/evaluation/probes runs them small
+            continue  # takes minutes; test_evaluate.py checks the options, tests/evaluation/probes runs small versions
         result = CliRunner().invoke(app, words[1:], catch_exceptions=False)
         assert result.exit_code == 0, (line, result.output)
         if words[1] == "convert":

@@ -128,7 +128,7 @@ def test_in_bfloat16_log_probabilities_are_near(
 ) -> None:
     with engine(name, dtype="bfloat16", enforce_eager=eager) as llm:
         outputs = generate(llm, prompts())
-    answers = [list(output.outputs[0].token_ids) for output in outputs]  # where two are near, another may be likelier
+    answers = [list(output.outputs[0].token_ids) for output in outputs]  # nearly equal tokens may change places
     truth, rounded = (
         torch.tensor(plain.submit(scored, FOLDERS / name, prompts(), answers, dtype).result())
         for dtype in ("float32", "bfloat16")

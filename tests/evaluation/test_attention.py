@@ -94,7 +94,7 @@ def test_maps_are_those_that_eager_returns(model: PreTrainedModel, kind: str) ->
     theirs = model(ids, **inputs, output_attentions=True).attentions
     for ours, true in zip(seen(model, "maps", ids, **inputs), theirs, strict=True):
         assert ours.dtype == true.dtype == model.dtype
-        ours, true = (maps.transpose(1, 2)[given.real] for maps in (ours, true))  # padding sees what it likes
+        ours, true = (maps.transpose(1, 2)[given.real] for maps in (ours, true))  # maps of padding are arbitrary
         assert_close(ours, true)
 
 
@@ -120,7 +120,7 @@ def test_maps_with_a_cache_are_the_last_rows(model: PreTrainedModel) -> None:
     model(ids[:, :9], past_key_values=cache)
     ours = seen(model, "maps", ids[:, 9:], past_key_values=cache)
     for maps, true in zip(ours, model(ids, output_attentions=True).attentions, strict=True):
-        keys = maps.shape[-1]  # a window's cache forgets the others
+        keys = maps.shape[-1]  # the cache of a sliding window has no others
         assert_close(maps, true[:, :, 9:, -keys:])
         assert keys == N or true[:, :, 9:, :-keys].abs().max() == 0
 

@@ -18,7 +18,7 @@ def test_lines_have_their_intervals_as_bands() -> None:
     assert (first.get_color(), first.get_marker(), first.get_label()) == (COLOURS[1], MARKERS[1], "1")
     assert (last.get_color(), last.get_marker(), last.get_ydata().tolist()) == (COLOURS[1], MARKERS[1], [1, 2])
     assert [line.get_linewidth() for line in axes.lines] == sorted((4 / n for n in range(1, 10)), reverse=True)
-    (band,) = axes.collections  # none where a point has no interval
+    (band,) = axes.collections  # no band for a curve with a point without interval
     assert (band.get_datalim(axes.transData).ymin, band.get_datalim(axes.transData).ymax) == (2, 5)
 
 

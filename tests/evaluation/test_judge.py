@@ -79,7 +79,7 @@ def test_silent_judge_times_out_after_retries(monkeypatch: pytest.MonkeyPatch) -
         over.set()
     assert len(endpoint.bodies) == 2
     with pytest.raises(ConnectionError, match="does not answer"):
-        Judge(endpoint.url, "one").ask("?")  # nobody listens there any more
+        Judge(endpoint.url, "one").ask("?")  # the server has stopped
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_stop_string_begun_in_the_prompt_does_not_count() -> None:
 
 
 def test_whole_words_end_at_a_stop_string_row_by_row() -> None:
-    # each word is followed by the one after it: 10, 11, … and 15, 16, …, of which the second reaches w17 first
+    # each word is followed by the next one: 10, 11, … and 15, 16, …; the second prompt reaches w17 first
     tokenizer, calls = tiny_tokenizer(), []
 
     def next_word(ids: list[int]) -> dict[int, float]:
@@ -75,10 +75,10 @@ def test_whole_words_end_at_a_stop_string_row_by_row() -> None:
         return {ids[-1] + 1: 0.0}
 
     loaded = LoadedModel(name="words", model=RuleBasedLM(next_word, 97).eval(), tokenizer=tokenizer)
-    prompts = [[9, 10], [14, 15], [16, 17]]  # what stands in the prompt does not count
+    prompts = [[9, 10], [14, 15], [16, 17]]  # a stop string in the prompt does not count
     found = dict(completions(loaded, dict(enumerate(prompts)), 40, stop=["w17", "w20 w21"]))
     assert found == {0: "w11 w12 w13 w14 w15 w16 ", 1: "w16 ", 2: "w18 w19 "}
-    assert max(map(len, calls)) == len(prompts[0]) + 6  # nobody goes on after the last has ended
+    assert max(map(len, calls)) == len(prompts[0]) + 6  # generation stops when the last completion has ended
 
 
 def test_repetition_penalties_of_checkpoint_are_ignored() -> None:

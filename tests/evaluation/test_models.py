@@ -142,7 +142,7 @@ def test_prefix_is_what_the_tokenizer_puts_before_texts(template: str, prefix: l
 
 def test_tokenizer_without_a_token_for_the_probed_text_is_refused() -> None:
     loaded = tiny_loaded_model("v1")
-    backend = Tokenizer(BPE({"<s>": 0, "b": 1}, []))  # leaves out what it does not know
+    backend = Tokenizer(BPE({"<s>": 0, "b": 1}, []))  # drops unknown characters
     backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     with pytest.raises(

@@ -54,7 +54,7 @@ class TestAverage:
         assert row == {"condition": {"at": 7}, "samples": 3, "models": [{"x": {"mean": 11 / 4}}]}
 
     def test_interval_is_of_the_means_of_resamples(self) -> None:
-        # half of them 1: the mean of six draws is 0 or 1 with probability 1/64 each, and 1/6 or 5/6 with 6/64
+        # half of the values are 1: the mean of six draws is 0 or 1 with probability 1/64 each, 1/6 or 5/6 with 6/64
         row = only(average([outcomes(0, 1, 0, 1, 0, 1)], seed=0, intervals=True))
         assert row["models"][0]["x"] == {"mean": 0.5, "low": pytest.approx(1 / 6), "high": pytest.approx(5 / 6)}
 
@@ -109,7 +109,7 @@ class TestAverage:
         for trial in range(300):
             mean = only(average([outcomes(*draws.normal(size=50))], seed=trial, intervals=True))["models"][0]["x"]
             held += mean["low"] <= 0 <= mean["high"]
-        assert 0.91 <= held / 300 <= 0.98  # about 0.94 for 50 samples, give or take 0.014
+        assert 0.91 <= held / 300 <= 0.98  # about 0.94 for 50 samples, with a standard deviation of 0.014
 
     def test_infinite_loss_has_a_mean_and_no_warning(self, recwarn: pytest.WarningsRecorder) -> None:
         row = only(average([outcomes(1, 2, float("inf")), outcomes(1, 2, float("inf"))], seed=0, intervals=True))
@@ -356,7 +356,7 @@ class TestRun:
         def load() -> LoadedModel:
             assert [reference for reference in alive if reference() is not None] == []
             loaded = tiny_loaded_model("v1")
-            loaded.model.itself = [loaded.model]  # as a model with a cycle is
+            loaded.model.itself = [loaded.model]  # a reference cycle
             alive.append(weakref.ref(loaded.model))
             return loaded
 

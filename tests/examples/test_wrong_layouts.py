@@ -35,7 +35,7 @@ def test_documented_table_has_these_rows(rows: list[tuple[str, str, float, float
         start = f"| {name} | {left_out} | "
         (line,) = [line for line in text.splitlines() if line.startswith(start)]
         numbers = [float(cell.strip(" %")) for cell in line.removeprefix(start).strip(" |").split("|")]
-        if left_out == "nothing":  # rounding, which depends on the machine
+        if left_out == "nothing":  # rounding depends on the machine
             assert numbers == [0, 0] if difference == 0 else numbers[0] <= 1e-5
         else:
             assert numbers == pytest.approx([difference, 100 * other], rel=0.1)

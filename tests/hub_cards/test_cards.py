@@ -208,7 +208,7 @@ class TestText:
     def test_unverified_attention_alone_is_described(self) -> None:
         unverified = record(format="unilm-v1") | {"verification": {"skipped": "not asked for"}}
         card = model_card(facts("v1", conversion=unverified, part=True), "model")
-        assert card.data.library_name is None  # which loads no part of a model
+        assert card.data.library_name is None  # transformers loads no part of a model
         text = card.text
         assert "attention.safetensors" in text
         assert "| verification | none: not asked for |" in text
@@ -241,7 +241,7 @@ def test_cache_memory_is_that_of_its_tensors(variant: str, dtype: torch.dtype, f
     assert ("sliding window (1) take" in text) == any(slides)
     if any(slides):
         window = sum(held) - full
-        assert known.cache_bytes * 4 == window  # the fifth is the token that looks back
+        assert known.cache_bytes * 4 == window  # the window of five includes the current token
 
 
 SERVE = next(line for line, _ in commands(ROOT / "docs/serve.md") if line.startswith("vllm serve "))
@@ -320,7 +320,7 @@ class TestMetadata:
         from transformers.pipelines import SUPPORTED_TASKS
 
         tags = {task.pipeline_tag for task in TASKS.values()}
-        assert tags - {"question-answering"} <= set(SUPPORTED_TASKS)  # gone from transformers 5, not from the Hub
+        assert tags - {"question-answering"} <= set(SUPPORTED_TASKS)  # transformers 5 dropped it, the Hub has it
 
     def test_base_model_has_a_relation(self) -> None:
         converted = model_card(KINDS["converted"], "model").data
@@ -348,7 +348,7 @@ class TestUpdate:
         assert (again, edited) == (first, [])
         assert handwritten_text(first) == ""
         changed, _ = updated_card(first, replace(KINDS[kind], parameters=54321), "model")
-        assert changed.replace("54,321", "12,345") != first  # the sections' sums differ
+        assert changed.replace("54,321", "12,345") != first  # the sections' hashes differ
         assert "| parameters | 54,321 |" in changed
         assert "12,345" not in changed
 

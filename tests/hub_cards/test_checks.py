@@ -181,7 +181,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model("v2", **EVERY_FEATURE).save_pretrained(folder / "src")
     tiny_tokenizer().save_pretrained(folder / "src")
     exported = export(folder / "src", folder / "dest", metadata={"license": "mit"}, max_shard_size="100KB")
-    assert inspect(exported) == []  # also imports what the processes of `check` would otherwise import each
+    assert inspect(exported) == []  # imports once what each process of `check` would import
     return exported
 
 
@@ -534,7 +534,7 @@ SOUND: dict[str, bytes | str] = {
     ".cache/huggingface/x.lock": "",
     "evaluation.json": '{"results": []}',
     "conversion.json": '{"tool": "diffllama"}',
-    # what looks like secrets and paths
+    # texts that look like secrets and paths
     "README.md": "---\nlicense: mit\n---\nsk-learn-contrib-lightning-estimators, POST /v1/chat/completions, "
     "hf_xxxxxxxxxxxxxxxxxxxx https://user:password@example.org OPENAI_API_KEY=your-key-here api_key='none' "
     f"password: secret commit {HEX} sha256 {HEX}{HEX[:24]}\n",

@@ -137,7 +137,7 @@ def test_hostile_pickle_runs_nothing(call: str, tmp_path: Path) -> None:
         "torch.hub": Hostile(torch.hub.download_url_to_file, "http://localhost", target),
     }[call]
     torch.save(hostile, tmp_path / "training_args.bin")
-    with suppress(ValueError):  # or it is read, as an object without attributes
+    with suppress(ValueError):  # or it is read as an object without attributes
         assert training_record(tmp_path) == {"arguments": {}}
     assert not (tmp_path / "run").exists()
 

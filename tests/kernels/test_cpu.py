@@ -11,7 +11,7 @@ from support.padded_queries import padding
 from support.reference import joined_attention
 
 
-pytestmark = pytest.mark.slow  # and the same with every transformers
+pytestmark = pytest.mark.slow  # and independent of transformers' version
 SCALING = 0.3
 SHAPES = [
     (2, 1, 1, 13, 13), (2, 3, 1, 13, 13), (2, 3, 1, 5, 13), (2, 3, 1, 1, 13),
@@ -78,11 +78,11 @@ def test_outputs_and_every_gradient_are_those_of_all_maps(
     tensors, mask, r = call(variant, *shape), mask_of(kind, *shape[3:]), shape[2]
     options = mask, {"v1": 8, "v2": 16}[variant], SCALING, r
     truth, ours = all_maps(*tensors, mask, r), blocked_attention(*tensors, *options)
-    with torch.no_grad():  # one query is then decoded in another way
+    with torch.no_grad():  # without gradients a single query takes another path
         torch.testing.assert_close(blocked_attention(*tensors, *options), truth, rtol=1e-12, atol=1e-12)
     weights = torch.randn(truth.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     true_gradients, gradients = (torch.autograd.grad((output * weights).sum(), tensors) for output in (truth, ours))
-    if variant == "v1":  # of zeros that nobody reads
+    if variant == "v1":  # gradients of the padding, which is not read
         padded = padding(*tensors[0].shape[1::2], r)
         assert not (gradients[0] * padded).any()
         true_gradients[0].masked_fill_(padded, 0)
@@ -104,7 +104,7 @@ def test_sequences_that_follow_one_another_do_not_see_each_other(
     query, key, value = (torch.cat([each[i] for each in calls], dim=2) for i in range(3))
     lambdas = calls[0][3] if variant == "v1" else torch.cat([each[3] for each in calls], dim=1)
     ends = [torch.tensor([0, *column]).cumsum(0).int() for column in zip(*lengths, strict=True)]
-    query = torch.cat((query, query[:, :, :2]), dim=2)  # two more, of no sequence
+    query = torch.cat((query, query[:, :, :2]), dim=2)  # two more, which belong to no sequence
     padded = lambdas if variant == "v1" else torch.cat((lambdas, lambdas[:, :2]), dim=1)
     rest = padded, *ends, {"v1": 8, "v2": 16}[variant], SCALING, r
     ours = varlen_attention(query, key, value, *rest)

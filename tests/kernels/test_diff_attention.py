@@ -114,7 +114,7 @@ def test_diff_attention_gives_the_truths_outputs_and_gradients(
     weights = torch.randn(truth.shape, dtype=torch.float64, generator=draw)
     true_gradients = list(torch.autograd.grad((truth * weights).sum(), exact))
     gradients = list(torch.autograd.grad((output.double() * weights).sum(), given))
-    if variant == "v1":  # nobody reads the gradient of the padding
+    if variant == "v1":  # the gradient of the padding is not read
         for gradient in (true_gradients[0], gradients[0]):
             gradient.masked_fill_(padded, 0)
     for gradient, true_gradient in zip(gradients, true_gradients, strict=True):
@@ -125,7 +125,7 @@ def test_diff_attention_gives_the_truths_outputs_and_gradients(
 def test_without_a_mask_nothing_after_the_queries_own_keys_is_seen_unless_all_are(dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, heads, 3, 8, generator=draw).to(dtype) for heads in (4, 2, 2))
-    room = torch.full((2, 2, 2, 8), torch.nan, dtype=dtype)  # of a static cache
+    room = torch.full((2, 2, 2, 8), torch.nan, dtype=dtype)  # free slots of a static cache
 
     def attend(*tensors: torch.Tensor, mask: Any = None, dropout: float = 0.0, **options: Any) -> torch.Tensor:
         module = SimpleNamespace(map_dim=8, signals_per_noise=1)
@@ -134,7 +134,7 @@ def test_without_a_mask_nothing_after_the_queries_own_keys_is_seen_unless_all_ar
 
     causal = attend(key, value)
     assert torch.equal(attend(torch.cat((key, room), 2), torch.cat((value, room), 2)), causal)
-    every = attend(key, value, mask=MASK.to(dtype) - 1)  # added: computed by sdpa
+    every = attend(key, value, mask=MASK.to(dtype) - 1)  # an additive mask: computed by sdpa
     torch.testing.assert_close(attend(key, value, is_causal=False), every)
     assert not torch.equal(attend(key, value, is_causal=False, dropout=0.5), every)
 
@@ -193,4 +193,4 @@ def test_gpus_masks_give_what_blocks_do(r: int, mask: torch.Tensor | None, monke
     assert len(calls) == 1
     hole = torch.tensor([True, False, True]).expand(2, 1, 3, 3)
     assert diff_attention(*given, hole, **options).isfinite().all()
-    assert len(calls) == 1  # the mask with a hole was left to SDPA
+    assert len(calls) == 1  # the mask with a hole was passed to SDPA

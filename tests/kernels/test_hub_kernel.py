@@ -39,7 +39,7 @@ def kernels() -> Iterator[ModuleType]:
         for name in [name for name in sys.modules if name.partition(".")[0] == "kernels"]:
             patch.delitem(sys.modules, name)
         patch.syspath_prepend(LIBRARY)
-        patch.setattr(inspect, "_filesbymodname", {})  # which would remember its file for pytest's package of that name
+        patch.setattr(inspect, "_filesbymodname", {})  # it maps the file to pytest's package of that name
         yield importlib.import_module("kernels")
 
 

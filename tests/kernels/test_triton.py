@@ -21,7 +21,7 @@ from support import reference
 from support.padded_queries import padding
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("patched_once")]  # the same with every transformers
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("patched_once")]  # independent of transformers' version
 needs_triton = pytest.mark.skipif(not module.HAS_TRITON, reason="needs triton: pip install triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,7 +39,7 @@ def bounds(kind: str, n: int, m: int) -> torch.Tensor | None:
     i = torch.arange(n).expand(2, n) + m - n
     start, end = torch.zeros_like(i), i + 1
     amounts = torch.tensor([[m // 3], [1]])
-    if kind in ("left", "right"):  # what padding sees: [0, 0) in the first text, [m, m) in the second
+    if kind in ("left", "right"):  # intervals of padding: [0, 0) in the first text, [m, m) in the second
         padding = torch.tensor([[m - (2 * n + 2) // 3], [m - n + 1]])
         real, nothing = (i >= padding if kind == "left" else i < m - amounts), torch.tensor([[0], [m]])
         start = torch.where(real, padding if kind == "left" else 0, nothing)
@@ -48,9 +48,9 @@ def bounds(kind: str, n: int, m: int) -> torch.Tensor | None:
         start = i // 17 * 17
     elif kind == "window":
         start = (end - torch.tensor([[5], [40]])).clamp(min=0)
-    elif kind == "static cache":  # longer than what it holds
+    elif kind == "static cache":  # longer than its content
         end = (end - amounts).clamp(min=0)
-    elif kind == "random":  # also empty, and beyond the keys there are
+    elif kind == "random":  # also empty intervals, and ones beyond the last key
         generator = torch.Generator().manual_seed(n)
         start, end = torch.randint(-9, m + 9, (2, 2, n), generator=generator)
     elif kind == "nothing":
@@ -103,7 +103,7 @@ def inputs(
     if intervals is not None:
         visible = (j >= intervals[:, 0, :, :1]) & (j < intervals[:, 0, :, 1:])
     seen = visible.any(1)
-    hull = (seen.cumsum(1) > 0) & (seen.flip(1).cumsum(1).flip(1) > 0)  # from the first to the last key that is seen
+    hull = (seen.cumsum(1) > 0) & (seen.flip(1).cumsum(1).flip(1) > 0)  # from the first to the last visible key
     cache[:, :, m:] = NAN
     for tensor in (cache[:, :, :m], value):
         tensor.transpose(1, 2)[~hull] = NAN
@@ -222,7 +222,7 @@ def test_one_query_whole_blocks_and_one_more_equal_the_formulas(variant: str, n:
 @needs_triton
 @pytest.mark.parametrize(("variant", "kind", "r"), [("v1", "random", 1), ("v2", "causal", 1), ("v1", "causal", 4)])
 def test_float16_loses_at_most_twice_what_plain_float16_loses(variant: str, kind: str, r: int) -> None:
-    # Triton's interpreter multiplies no bfloat16: that is compared on a GPU
+    # Triton's interpreter cannot multiply bfloat16, which is tested on a GPU
     assert_equal_to_the_formulas(inputs(variant, kind, n=70, m=140, groups=2 // min(r, 2), r=r, dtype=torch.float16))
 
 

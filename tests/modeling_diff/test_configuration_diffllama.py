@@ -52,7 +52,7 @@ def transformers_warnings() -> Iterator[list[str]]:
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())
-    logging.Logger.warning_once.cache_clear()  # else a warning that an earlier test provoked stays away
+    logging.Logger.warning_once.cache_clear()  # otherwise a warning of an earlier test is not repeated
     logger = logging.getLogger("transformers")
     logger.addHandler(handler)
     yield messages
@@ -144,7 +144,7 @@ def test_folder_gives_back_the_configuration(variant: str, fields: dict[str, Any
 LONGROPE = {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 128}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
-# fields -> the message: the field, what was received, the rule
+# fields -> parts of the message: field, value, rule
 REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     *(({name: value}, (f"`{name}`", f"got {value}", "from 1 to")) for name in SIZES for value in (0, -2)),
     *(({name: 2**31}, (f"`{name}`", "got 2147483648", "from 1 to")) for name in (*SIZES, "num_labels")),
@@ -380,7 +380,7 @@ def test_every_rope_type_is_accepted_without_a_warning(
         config = tiny_config(variant, rope_parameters=dict(rope))
         assert reread(config) == config
     assert config.rope_parameters == rope
-    # transformers 5.6 takes a dynamic type's `rope_theta` for unknown, in any model
+    # transformers 5.6 calls `rope_theta` of type "dynamic" unknown, in any model
     assert [warning for warning in transformers_warnings if "{'rope_theta'}" not in warning] == []
 
 
@@ -542,7 +542,7 @@ def test_any_configuration_is_refused_by_name_or_decodes_as_its_whole_forward_do
             steps.append(step.logits)
     assert torch.isfinite(whole).all()
     limits = [config.max_position_embeddings, config.rope_parameters.get("original_max_position_embeddings") or 6]
-    if config.rope_parameters["rope_type"] not in ("dynamic", "longrope") or min(limits) >= 6:  # else keys turn anew
+    if config.rope_parameters["rope_type"] not in ("dynamic", "longrope") or min(limits) >= 6:  # else keys change
         torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-9, atol=1e-9 * float(whole.abs().max()))
 
 

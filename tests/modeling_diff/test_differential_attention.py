@@ -86,7 +86,7 @@ def test_rms_norm_is_exact_in_float64_and_has_no_weight_unless_affine(affine: bo
     norm = DiffLlamaRMSNorm(12, eps=1e-5, elementwise_affine=affine).double()
     if affine:
         torch.nn.init.normal_(norm.weight)
-    x = torch.randn(3, 12, dtype=torch.float64) * 1e-3  # small, so that ε counts
+    x = torch.randn(3, 12, dtype=torch.float64) * 1e-3  # so small that ε matters
     torch.testing.assert_close(norm(x), reference.rms_norm(x, norm.weight, 1e-5), rtol=1e-14, atol=0)
     assert len(list(norm.parameters())) == affine
 

@@ -23,8 +23,8 @@ from support.tiny_models import EVERY_FEATURE, VARIANTS, paged, tiny_model, tiny
 
 
 TOLERANCE = 1e-5  # absolute, on logits of order 1
-LENGTH = 12  # tokens of the prompts that are fed to caches
-PADDING = 4  # tokens of padding at the left of the shorter prompt
+LENGTH = 12  # tokens of the prompts
+PADDING = 4  # tokens of left padding of the shorter prompt
 
 
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -51,7 +51,7 @@ def comparable_model(
 
 def caches(model: DiffLlamaForCausalLM) -> dict[str, Cache]:
     """Return an empty cache of every lossless kind that works on this device."""
-    config, more = model.config, LENGTH + 3  # a static cache longer than what it holds
+    config, more = model.config, LENGTH + 3  # a static cache longer than its content
     if model.device.type == "cuda":
         return {
             "dynamic, offloaded": DynamicCache(config=config, offloading=True),
@@ -120,13 +120,13 @@ def test_cached_decoding_equals_the_full_forward(variant: str, fields: dict[str,
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_decoding_with_an_offloaded_cache_equals_the_full_forward(variant: str, padded: bool) -> None:
-    # Offloading moves layers between devices on CUDA streams, so transformers has none on the CPU. float64, since
+    # Offloading moves layers on CUDA streams, so transformers has none on the CPU. float64, because
     # kernels for one query and for many round differently
     model = comparable_model(variant, "sdpa", torch.float64).to("cuda")
     check_every_cache(model, padded, CHUNKS["a prompt, then tokens"])
 
 
-QUANTIZED = {  # backend: its package, and options by which some tokens stay exact (fp8 has no options)
+QUANTIZED = {  # backend -> its package, and options that keep some tokens exact (fp8 has none)
     "quanto": ("optimum.quanto", {"nbits": 4, "q_group_size": 16, "residual_length": LENGTH}),
     "hqq": ("hqq", {"nbits": 4, "axis_key": 1, "axis_value": 1, "q_group_size": 16, "residual_length": LENGTH}),
     "fp8": (None, {}),
@@ -147,7 +147,7 @@ class RoundedCache(DynamicCache):
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any) -> Any:
         layer = self.quantized.layers[layer_idx]
-        if not hasattr(layer, "residual_length"):  # no tokens stay exact: new ones are rounded with the prompt's scale
+        if not hasattr(layer, "residual_length"):  # no token is exact: new ones are rounded with the prompt's scale
             (_, key_scale), (_, value_scale) = self.stored[layer_idx]
             keys = layer._dequantize(layer._quantize(keys, key_scale))
             values = layer._dequantize(layer._quantize(values, value_scale))
@@ -192,7 +192,7 @@ def test_packed_sequences_do_not_see_each_other(variant: str, implementation: st
         for row, sizes in zip(input_ids, lengths, strict=True)
     ]
     assert difference(packed, torch.stack(alone)) <= TOLERANCE
-    assert difference(packed, model(input_ids, use_cache=False).logits) > 0.1  # as one sequence they differ
+    assert difference(packed, model(input_ids, use_cache=False).logits) > 0.1  # a single sequence gives other logits
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "diff_attention"])
@@ -241,7 +241,7 @@ class TestGreedy:
             predicted = model(generated, use_cache=False).logits.argmax(-1)
         assert generated.shape == (2, 21)
         assert torch.equal(generated[:, 5:], predicted[:, 4:-1])
-        assert len(set(generated[0, 5:].tolist())) > 4  # not one token again and again
+        assert len(set(generated[0, 5:].tolist())) > 4  # not one repeated token
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("cache", ["offloaded", "offloaded_static"])
@@ -374,7 +374,7 @@ def test_compiled_decoding_with_a_static_cache_generates_the_same(
         graphs.append(graph)
         return inductor(graph, inputs)
 
-    # transformers' static cache of a window counts tokens in a Python number: a constant of the first graph alone
+    # transformers' static cache of a window counts tokens in a Python integer, a constant of the first graph only
     dynamic = None if "sliding_window" in fields else False
     compiling = CompileConfig(fullgraph=True, dynamic=dynamic, mode="default", backend=backend)
     compiling._compile_all_devices = True  # `generate` compiles only on accelerators by itself
@@ -426,7 +426,7 @@ def test_only_our_model_generates_in_continuous_batching_what_it_generates_alone
         alone = [model.generate(torch.tensor([p]), generation_config=settings)[0, len(p) :].tolist() for p in prompts]
         outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=paged(16, 64))
         equal.append([output.generated_tokens for output in outputs.values()] == alone)
-    assert equal == [False, True]  # theirs calls the attention function twice a layer, and both write to the pages
+    assert equal == [False, True]  # theirs calls attention twice per layer, and each call writes to the pages
 
 
 def test_longrope_is_refused_in_continuous_batching() -> None:
@@ -460,4 +460,4 @@ def test_text_generation_pipeline_answers_chats(model: DiffLlamaForCausalLM, bat
         *question, reply = answer["generated_text"]
         assert question == chat
         assert reply == {"role": "assistant", "content": reply["content"]}
-        assert reply["content"].split() == text.split()  # releases differ in the space before the first word
+        assert reply["content"].split() == text.split()  # versions differ in the space before the first word

@@ -112,7 +112,7 @@ GROUPS = {4: "MHA", 2: "groups of 2", 1: "groups of 4"}
 WINDOW = {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
 FEATURES = {
     "normed queries and keys": {"use_qk_norm": True, "rms_norm_eps": 1e-3},
-    "no rotation": {"no_rope_layers": [1, 0], "attention_bias": False},  # such a key bias would have no gradient at all
+    "no rotation": {"no_rope_layers": [1, 0], "attention_bias": False},  # without rotation a key bias has no gradient
     "normed, not rotated": {"use_qk_norm": True, "no_rope_layers": [1, 0]},
     "bias of the output": {"attention_out_bias": True},
     "no bias of the output": {"attention_out_bias": False},
@@ -156,7 +156,7 @@ def test_attention_and_every_gradient_equal_the_papers_formulas(
     n: int,
     fields: dict[str, Any],
 ) -> None:
-    # A key bias moves all scores of a query almost alike, so its gradient is what cancellation leaves: float64 only
+    # A key bias shifts all scores of a query almost equally, so its gradient nearly cancels: float64 only
     fields = {"head_dim": 12, "attention_bias": dtype == torch.float64, **fields}
     layer = attention_layer(variant, key_value_heads, implementation, **fields).to(dtype)
     given, config, weights = batch(kind, n), layer.config, dict(layer.named_parameters())
@@ -220,8 +220,8 @@ def test_whole_model_equals_the_papers_formulas(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bfloat16_loses_at_most_twice_what_plain_pytorch_loses(variant: str) -> None:
-    # An ordinary initialisation, as wide as the CPU allows, and several texts: the error of λ's gradient is one number
-    # a layer and text, and how two such numbers compare is chance, which the next CPU's order of summation draws anew
+    # An ordinary initialization, a wide model and several texts: the error of λ's gradient is one number per layer and
+    # text, and the ratio of two such errors is random: another CPU sums in another order
     model = tiny_model(variant, torch.bfloat16, hidden_size=128, head_dim=32, initializer_range=0.05)
     given = batch("causal", 65)
 
@@ -303,7 +303,7 @@ def test_loss_has_the_truths_gradient_by_the_returned_maps(variant: str, output_
             variant=variant, layer=1, heads=HEADS, key_value_heads=2,
         )  # fmt: skip
         gradients = torch.stack(torch.autograd.grad((true_output * direction[i]).sum(), softmax_maps))
-        truth = gradients if output_softmax_maps else gradients[::2]  # that of A1 - λ·A2 is that of A1
+        truth = gradients if output_softmax_maps else gradients[::2]  # the gradient of A1 - λ·A2 equals that of A1
         seen = given.visible[i]
         assert maps.grad.shape[1:] == truth.shape
         assert relative_error(maps.grad[i][:, seen], truth[:, seen]) <= 1e-10
@@ -351,7 +351,7 @@ def test_where_attention_is_not_causal_tokens_see_those_behind_them(
 @torch.no_grad()
 def test_only_the_layers_that_are_not_causal_look_ahead_and_only_in_their_window(implementation: str) -> None:
     model, input_ids = tiny_model(attn_implementation=implementation, **WINDOW), tokens(1, 13)
-    assert [layer.self_attn.sliding_window for layer in model.model.layers] == [None, 4]  # as flash attention is told
+    assert [layer.self_attn.sliding_window for layer in model.model.layers] == [None, 4]  # passed to flash attention
     model.model.layers[1].self_attn.is_causal = False  # the one with a window of 4
     logits, seen = model(input_ids).logits[0, 4], []
     for i in range(13):
@@ -365,7 +365,7 @@ def test_only_the_layers_that_are_not_causal_look_ahead_and_only_in_their_window
 @torch.no_grad()
 def test_is_causal_of_a_call_goes_before_that_of_the_layers(implementation: str) -> None:
     model, given, input_ids = tiny_model(attn_implementation=implementation), batch("causal", 9), tokens(2, 9)
-    packed, room = batch("packed", 9), StaticCache(model.config, max_cache_len=12)  # whose free room no token sees
+    packed, room = batch("packed", 9), StaticCache(model.config, max_cache_len=12)  # no token sees its free slots
     for kind, options in ((given, {}), (packed, {}), (given, {"past_key_values": room})):
         both = Batch(None, kind.position_ids, kind.visible | kind.visible.mT, kind.real)
         logits = model(input_ids, position_ids=kind.position_ids, is_causal=False, **options).logits
@@ -373,7 +373,7 @@ def test_is_causal_of_a_call_goes_before_that_of_the_layers(implementation: str)
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
     every = Batch(None, given.position_ids, torch.ones_like(given.visible), given.real)
-    logits = model(input_ids, attention_mask={"full_attention": None}).logits  # prepared, and none is needed
+    logits = model(input_ids, attention_mask={"full_attention": None}).logits  # prepared masks, of which none is needed
     assert relative_error(logits, true_logits(model, input_ids, every, torch.float64)) <= 1e-5
     logits = model(input_ids, is_causal=True).logits
     assert relative_error(logits, true_logits(model, input_ids, given, torch.float64)) <= 1e-5
@@ -426,7 +426,7 @@ def test_flex_attention_reads_masks_as_the_others_do() -> None:
 @every_implementation
 @torch.no_grad()
 def test_mask_of_all_queries_and_one_of_each_head_are_spread_or_kept(implementation: str) -> None:
-    model, input_ids = tiny_model(attn_implementation=implementation), tokens(2, 150)  # more than a block
+    model, input_ids = tiny_model(attn_implementation=implementation), tokens(2, 150)  # longer than a block
     visible = torch.ones(2, 150, 150, dtype=torch.bool)
     visible[0, :, 5] = False
     given = Batch(None, torch.arange(150).expand(2, -1), visible, torch.ones(2, 150, dtype=torch.bool))
@@ -476,7 +476,7 @@ def test_mask_of_another_length_is_refused(cache_class: Any, cached: int, shape:
         ValueError, match=rule + rf"the 5 new ones and a 0 for padding, got \[{', '.join(map(str, shape))}\]"
     ):
         model(tokens(2, 5), attention_mask=torch.ones(shape), past_key_values=cache)
-    whole = [cached + 5, *room.values()]  # of a static cache the whole room too
+    whole = [cached + 5, *room.values()]  # and the whole length of a static cache
     masks = [(torch.arange(length) < cached + 5).expand(2, -1) for length in whole]
     expected = model(torch.cat((tokens(2, cached), tokens(2, 5)), dim=1)).logits[:, cached:]
     for mask in masks:
@@ -554,7 +554,7 @@ def test_attention_dropout_acts_in_training_only() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_float64_model_is_exact_up_to_its_rotary_tables(variant: str) -> None:
     model, given, input_ids = tiny_model(variant, torch.float64), batch("causal", 2), tokens(2, 2)
-    given = Batch(None, torch.zeros_like(given.position_ids), given.visible, given.real)  # no rotation, no table
+    given = Batch(None, torch.zeros_like(given.position_ids), given.visible, given.real)  # no rotation, so no positions
     with torch.no_grad():
         mask = torch.where(given.visible[:, None], 0.0, -math.inf).double()
         logits = model(input_ids, attention_mask=mask, position_ids=given.position_ids, use_cache=False).logits

@@ -148,7 +148,7 @@ def fresh_process(folder: Path, work: Path) -> Answers:
     (work / "elsewhere").mkdir(parents=True)
     before = files(folder)
     env = os.environ | {"HF_MODULES_CACHE": str(work / "modules"), "HF_HOME": str(work / "hub"), "HF_HUB_OFFLINE": "1"}
-    # without a terminal a question whether to trust the code is answered by an error
+    # without a terminal, the question whether to trust the code is an error
     facts, printed = subprocess_runner.run(
         PROCESS, folder, work / "saved", PROMPT, environment=env, cwd=work / "elsewhere"
     )
@@ -241,7 +241,7 @@ class TestFolder:
         before, after = files(answers.folder), files(answers.saved)
         assert set(before) == set(after)
         changed = {Path(name).name for name in before if before[name][0] != after[name][0]}
-        assert changed <= {"tokenizer_config.json"}  # transformers adds how it was loaded
+        assert changed <= {"tokenizer_config.json"}  # transformers adds options of loading
 
     def test_its_code_is_the_packages_byte_for_byte(self, answers: Answers) -> None:
         for folder in answers.saved.glob("v?/*"):
@@ -368,7 +368,7 @@ class TestEngineContract:
         ) -> tuple[torch.Tensor, None]:
             told = (kwargs["scaling"], kwargs["sliding_window"], kwargs["instances"])
             seen.append((module.layer_idx, query.shape, key.shape, value.shape, *told))
-            if mask is None and kwargs["sliding_window"] is not None:  # an engine masks by itself, as it is told
+            if mask is None and kwargs["sliding_window"] is not None:  # engines build masks from these arguments
                 mask = torch.ones(7, 7, dtype=torch.bool).tril().triu(1 - kwargs["sliding_window"])
             return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
 

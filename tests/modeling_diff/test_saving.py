@@ -59,7 +59,7 @@ def rope_config(variant: str, rope_type: str) -> DiffLlamaConfig:
     """Return a tiny configuration with `rope_type`."""
     rope = {"rope_type": rope_type, "rope_theta": 10000.0, **ROPE[rope_type]}
     if rope_type == "longrope":
-        half = {"v1": 4, "v2": 8}[variant]  # pairs in the width that is rotated
+        half = {"v1": 4, "v2": 8}[variant]  # pairs in the rotated width
         rope |= {"short_factor": [1.0 + 0.1 * i for i in range(half)], "long_factor": [1.0 + i for i in range(half)]}
     return tiny_config(variant, max_position_embeddings=16, rope_parameters=rope)
 
@@ -232,7 +232,7 @@ def test_every_rotary_embedding_survives_saving_and_the_meta_device(
     config = rope_config(variant, rope_type)
     torch.manual_seed(0)
     model = DiffLlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
-    fresh = {name: buffer.clone() for name, buffer in model.named_buffers()}  # `dynamic` and `longrope` change theirs
+    fresh = {name: buffer.clone() for name, buffer in model.named_buffers()}  # `dynamic`, `longrope` change them
     assert set(fresh) == {"model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"}
     expected = outputs(model)
     model.save_pretrained(tmp_path)
@@ -243,7 +243,7 @@ def test_every_rotary_embedding_survives_saving_and_the_meta_device(
     empty.to_empty(device="cpu")
     for buffer in empty.buffers():
         buffer.fill_(torch.nan)
-    empty.init_weights()  # transformers computes rotary tables here, by the class's name and its configuration
+    empty.init_weights()  # transformers computes rotary frequencies here, by the class's name and its configuration
     empty.load_state_dict(load_file(tmp_path / "model.safetensors"))
 
     for loaded in (empty, load(tmp_path)):
@@ -264,10 +264,10 @@ def test_bfloat16_loads_as_the_rounded_weights_with_float32_rotary_tables(varian
         assert torch.equal(loaded.get_parameter(name), parameter), name
     for name, table in tables.items():
         assert torch.equal(loaded.model.rotary_emb.get_buffer(name), table), name
-        setattr(model.model.rotary_emb, name, table)  # `model.to` rounds the tables too; a loaded model's are exact
+        setattr(model.model.rotary_emb, name, table)  # `model.to` rounds frequencies, loading does not
     assert torch.equal(outputs(loaded), outputs(model))
     loaded.save_pretrained(tmp_path / "bfloat16")
-    assert torch.equal(outputs(load(tmp_path / "bfloat16")), outputs(model))  # in its own dtype, without a word
+    assert torch.equal(outputs(load(tmp_path / "bfloat16")), outputs(model))  # in its own dtype by default
 
 
 @pytest.mark.parametrize("size", [120, 50])

@@ -113,12 +113,12 @@ class Run:
             for event in self.events
             if event.file is not None
             and not event.importing
-            # class statements: transformers makes dataclasses of configurations and evaluates annotations; torch makes
+            # class statements: transformers makes configurations dataclasses and evaluates annotations; torch makes
             # one for every operator that is registered
             and not (
                 event.name in ("compile", "exec", "object.__setattr__") and event.asked in ("dataclasses", "typing")
             )
-            # transformers reads the source of a model that is made, to see what it supports
+            # transformers reads a model's source to detect its features
             and not (
                 event.asked in ("tokenize", "transformers.modeling_utils")
                 and event.name == "open"
@@ -135,7 +135,7 @@ class Run:
 
     def written(self) -> list[Event]:
         """Files and folders made, changed or removed anywhere but where they may be, whoever asked for it."""
-        places = [self.work / "modules", self.work / "inductor"]  # torch makes the latter when it is imported
+        places = [self.work / "modules", self.work / "inductor"]  # torch creates the latter on import
         harmless = ("os.listdir", "os.scandir", "os.putenv", "os.unsetenv")
         return [
             event
@@ -148,8 +148,8 @@ class Run:
 
     def read(self) -> list[Event]:
         """Files read anywhere but where code and the model are, whoever asked for it."""
-        # /proc/stat when psutil is imported; /proc/mounts: transformers wants to know whether weights are local;
-        # time zones when pandas is imported, as transformers 5.6 does
+        # /proc/stat: psutil's import; /proc/mounts: transformers checks whether weights are on a local disk;
+        # time zones: pandas' import, by transformers 5.6
         places = [self.work / "modules", self.work / "folders", *self.installed, "/proc", "/usr/share/zoneinfo"]
         return [
             event

@@ -154,7 +154,7 @@ def test_triton_gives_eagers_logits_and_gradients(
         ).logits[given.real]
         weights = list(model.parameters())
         results.append([logits, *torch.autograd.grad(logits.square().sum(), weights)])
-    assert triton == ([] if kind == "holes" else [13, 13])  # kernels take intervals of keys
+    assert triton == ([] if kind == "holes" else [13, 13])  # kernels require intervals of keys
     for ours, truth in zip(*results, strict=True):
         torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-5 * truth.abs().max().item())
 
@@ -194,7 +194,7 @@ def test_gpus_mask_becomes_intervals_unless_it_has_holes(
     assert mask.dtype == becomes
     if becomes == torch.bool:
         assert torch.equal(mask, sdpa_mask(**SIZE, **masking))
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # where nobody can look for holes
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # compiled code cannot look for holes
     compiled = attention.diff_attention_mask(**SIZE, **masking)
     assert compiled is not None
     assert compiled.dtype == (torch.bool if masking else torch.int32)

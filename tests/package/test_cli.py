@@ -249,7 +249,7 @@ def test_every_option_reaches_the_conversion(
 
     monkeypatch.setattr("diffllama.conversion.engine.convert", convert)
     monkeypatch.setattr("diffllama.cli.locate", lambda src, revision, patterns: tmp_path)
-    monkeypatch.setattr("diffllama.cli.check_conversion", lambda *arguments: None)  # some do not go together
+    monkeypatch.setattr("diffllama.cli.check_conversion", lambda *arguments: None)  # some options exclude each other
     options = (
         "--from unilm-v1 --gqa-layout repeated --noise-heads 2 --revision main --dtype float16 --verify --overwrite"
     )
@@ -433,7 +433,7 @@ def test_help_of_convert_fits_into_80_columns() -> None:
     assert max(map(len, lines)) <= 80
     assert "…" not in result.output
     (first,) = [i for i, line in enumerate(lines) if line.startswith("  --from llama ")]
-    assert lines[first + 1].startswith(" " * 23 + "files of these -> V2")  # as it was written, not wrapped
+    assert lines[first + 1].startswith(" " * 23 + "files of these -> V2")  # with its line breaks, not wrapped
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_keys_and_values_are_those_of_a_cache(variant: str, batch: int, window: 
     model = tiny_model(variant, sliding_window=window, **fields)
     cache = model(tokens(batch, 40), use_cache=True).past_key_values
     estimate = memory(model.config, 40, batch)
-    spare = batch * estimate.cache_per_token // 2 if window else 0  # a sliding layer keeps what the next token sees
+    spare = batch * estimate.cache_per_token // 2 if window else 0  # a sliding layer stores what the next token sees
     assert kept(cache) == estimate.cache - spare
 
 
@@ -76,7 +76,7 @@ def test_paged_cache_takes_the_stated_bytes_per_token(variant: str) -> None:
         manager.get_result()
         cache = manager.batch_processor.cache
         held = cache.num_blocks * 16
-        if hasattr(cache, "cache_tensor"):  # one tensor for all layers, with two sectors that hold nothing
+        if hasattr(cache, "cache_tensor"):  # one tensor for all layers, with two unused sectors
             size = cache.cache_tensor.nbytes - 2 * cache.bytes_per_sector
         else:
             layers = [*cache.key_cache, *cache.value_cache]
@@ -99,7 +99,7 @@ def test_paged_cache_takes_the_stated_bytes_per_token(variant: str) -> None:
 def test_activations_are_about_what_reading_a_prompt_takes(
     variant: str, dtype: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # on some processors it copies what it multiplies
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # on some processors it copies its operands
     model = tiny_model(variant, getattr(torch, dtype), "sdpa", **(WIDE | fields))
     ids = tokens(2, 1024)
     model(ids[:, :8])
@@ -121,8 +121,8 @@ def test_relatives_of_llama_take_what_is_told(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("DeepseekV3", "self_attn.q_a_proj.weight"),  # keys and values are compressed
-        ("Mixtral", "mlp.gate.weight"),  # experts
+        ("DeepseekV3", "self_attn.q_a_proj.weight"),  # compressed keys and values
+        ("Mixtral", "mlp.gate.weight"),  # mixture of experts
         ("GptOss", "mlp.router.weight"),
         ("Lfm2", "self_attn.out_proj.weight"),
         ("FalconH1", "`layer_types` contain hybrid"),

@@ -73,7 +73,7 @@ def test_classes_are_imported_by_the_names_that_transformers_has_too() -> None:
         model_class = getattr(diffllama, name)
         assert hasattr(transformers, name)
         assert model_class.__name__ == model_class.__qualname__ == name.replace("Diff", "Differential")
-        assert getattr(modeling_diffllama, model_class.__name__) is model_class  # so it can be pickled
+        assert getattr(modeling_diffllama, model_class.__name__) is model_class  # so that it can be pickled
 
 
 def test_pickled_model_is_the_same(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_transformers_finds_loss_and_labels_of_each_head_by_its_name(
     assert callable(model.loss_function)
     assert logged.messages == []
     tasks = [task for task, names in TASK_MAPPING.items() if type(model).__name__ in names.values()]
-    assert tasks == [TASKS[head]]  # which a Trainer writes into its card
+    assert tasks == [TASKS[head]]  # a Trainer writes them into its card
     answers = ["start_positions", "end_positions"]
     assert find_labels(type(model)) == (answers if head == "AutoModelForQuestionAnswering" else ["labels"])
 

@@ -87,7 +87,7 @@ facts["last"] = all(mapping["diff_llama"] == mapping["llama"] for mapping in kno
 def test_adapter_without_named_layers_begins_as_the_model_and_learns(variant: str, method: str, tmp_path: Path) -> None:
     base = logits(tiny_model(variant, **FIELDS[variant]))
     model = get_peft_model(tiny_model(variant, **FIELDS[variant]), METHODS[method])
-    if method == "LoRA":  # a Llama's default
+    if method == "LoRA":  # default targets of a Llama
         assert {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad} == {"q_proj", "v_proj"}
     torch.testing.assert_close(logits(model), base, rtol=0, atol=1e-5)
     before = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
@@ -134,7 +134,7 @@ NF4 = {
 }
 """4 bits, but for the projection of λ: it could not be trained, and bitsandbytes' CPU kernel wants 32 outputs or more.
 Naming one module to skip drops transformers' own list, which is the head."""
-DIVISIBLE = {"intermediate_size": 128}  # by the 64 weights that have one scale
+DIVISIBLE = {"intermediate_size": 128}  # divisible by 64, the weights per scale
 
 
 def quantized(folder: Path, **fields: Any) -> PreTrainedModel:

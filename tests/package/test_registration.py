@@ -73,7 +73,7 @@ import diffllama.configuration
 facts["by the presets"] = sorted({"torch", "transformers"} & set(sys.modules))
 print(json.dumps(facts))
 """
-    command = [sys.executable, "-c", PRELUDE + code]  # without torch, which fresh processes have
+    command = [sys.executable, "-c", PRELUDE + code]  # without torch, which `subprocess_runner` imports
     known = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     assert known["version"] == diffllama.__version__
     assert known["imported"] == known["still"] == known["missing"] == []

@@ -42,7 +42,7 @@ def process_as_it_was() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served")
-    tiny_model("v1", max_position_embeddings=CONTEXT).save_pretrained(folder)  # V2 differs in no call of a server
+    tiny_model("v1", max_position_embeddings=CONTEXT).save_pretrained(folder)  # servers call V2 in the same way
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
@@ -66,7 +66,7 @@ def answers(folder: Path) -> dict[str, str]:
 class TestServer(Answering):
     """`diffllama serve`."""
 
-    client_errors = 600  # transformers 5.23 says 500
+    client_errors = 600  # transformers 5.23 returns status 500
     long = 10_000
 
 
@@ -196,7 +196,7 @@ def test_requests_in_python_take_every_argument_of_transformers(local: InProcess
     assert local.complete().status_code == 200
     manager = local.state._cb_manager._cb
     assert manager.add_request([6, 7], "mine", None, False) == "mine"
-    assert len(manager.get_result("mine", timeout=60).generated_tokens) == 4  # as the request before, which began it
+    assert len(manager.get_result("mine", timeout=60).generated_tokens) == 4  # the request before started it
 
 
 def test_ctrl_c_ends_a_server_without_waiting_for_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:

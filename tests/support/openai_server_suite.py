@@ -70,7 +70,7 @@ def begin_stream(server: Server, then: Callable[[], T], tokens: int = 900) -> T:
     """Call a function once the first chunk of a long answer has arrived, then disconnect."""
     body = chat(server, stream=True, max_tokens=tokens)
     with requests.post(f"{server.url}/v1/chat/completions", json=body, stream=True, timeout=120) as response:
-        lines = response.iter_lines()  # the connection lasts as long as this
+        lines = response.iter_lines()  # the connection lasts as long as this iterator
         while '"content":' not in next(lines).decode():
             pass
         return then()

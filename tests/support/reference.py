@@ -88,9 +88,9 @@ def attention(
 
     outputs, differential, softmaxes = [], [], []
     for i in range(heads):
-        j = i // (heads // key_value_heads)  # the key/value head that this head reads
+        j = i // (heads // key_value_heads)  # key/value head of this head
         value = v[:, j * width : (j + 1) * width]
-        first_query = i // group * (group + 1)  # of this head's group
+        first_query = i // group * (group + 1)  # first query of this head's group
         query, noise_query = (prepared(q, first_query + at, "q_norm") for at in (i % group, group))
         if variant == "v1":
             key, noise_key = (prepared(k, 2 * j + half, "k_norm") for half in (0, 1))

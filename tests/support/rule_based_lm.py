@@ -34,7 +34,7 @@ class RuleBasedLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        if past_key_values is not None:  # the token ids themselves are its keys
+        if past_key_values is not None:  # token ids serve as keys
             keys, _ = past_key_values.update(*2 * [input_ids[:, None, :, None].float()], 0)
             before, ids = keys.shape[2] - input_ids.shape[1], keys[:, 0, :, 0].long()
         else:

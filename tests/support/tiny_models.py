@@ -64,7 +64,7 @@ def paged(pages: int, tokens_at_once: int, **settings: Any) -> ContinuousBatchin
     batching = ContinuousBatchingConfig(
         num_blocks=pages, max_batch_tokens=tokens_at_once, use_cuda_graph=False, **{page: 16}, **settings
     )
-    batching.auto_switch_to_flash = False  # whatever is installed
+    batching.auto_switch_to_flash = False  # even if flash-attn is installed
     return batching
 
 

@@ -130,7 +130,7 @@ def test_adapter_that_was_loaded_is_trained_and_saved_on(trained: PeftModel, tmp
     trained.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(base(), tmp_path, is_trainable=True)
     assert not any(p.requires_grad for name, p in again.named_parameters() if name in vectors(again))
-    train_lambdas(train_lambdas(again))  # twice is as good as once
+    train_lambdas(train_lambdas(again))  # a second call changes nothing
     assert all(p.requires_grad for name, p in again.named_parameters() if name in vectors(again))
     again.save_pretrained(tmp_path / "again")
     first, second = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path, tmp_path / "again"))
@@ -183,11 +183,11 @@ def test_lambdas_in_half_precision_are_trained_and_saved_in_float32(tmp_path: Pa
     model = adapted(dtype=torch.bfloat16)
     with torch.no_grad():
         for name in vectors(model):
-            model.get_parameter(name).add_(1e-5)  # lost in bfloat16
+            model.get_parameter(name).add_(1e-5)  # smaller than bfloat16's rounding
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     model.save_pretrained(tmp_path)
     again = train_lambdas(PeftModel.from_pretrained(base(dtype=torch.bfloat16), tmp_path))
-    # in float32: in bfloat16 a thousandth of a thousandth of λ moves a logit by a step or seven, as the CPU has it
+    # in float32: in bfloat16 a relative change of 1e-6 of λ moves a logit by one to seven rounding steps, by CPU
     exact = [logits(copy.deepcopy(one).float()) for one in (again, model)]
     torch.testing.assert_close(*exact, rtol=0, atol=1e-3)
     again = train_lambdas(get_peft_model(base(dtype=torch.bfloat16), LoraConfig(task_type=TASK)))
@@ -209,7 +209,7 @@ def test_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError, match="No space left"):
         model.save_pretrained(tmp_path)
     assert files(tmp_path) == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(before)  # no temporary folder either
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(before)  # and no temporary folder
 
 
 def test_saving_again_keeps_the_card_that_someone_wrote(tmp_path: Path) -> None:

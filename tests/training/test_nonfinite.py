@@ -11,7 +11,7 @@ from diffllama.training import StopOnNonFiniteCallback
 from support.tiny_models import tiny_model, tokens
 
 
-POISON = 96  # a token whose embedding is not a number
+POISON = 96  # a token with a NaN embedding
 ROWS = tokens(16, 8, vocab_size=96)
 
 
@@ -48,7 +48,7 @@ def good_weights(made: Trainer) -> dict[str, torch.Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("row", [4, 5])  # both in the third step, in its first and in its second batch
+@pytest.mark.parametrize("row", [4, 5])  # the first and the second batch of the third step
 def test_nonfinite_gradient_is_reported_with_its_step_and_not_applied(row: int, tmp_path: Path) -> None:
     stopped = trainer(tmp_path, poisoned(row), StopOnNonFiniteCallback())
     with pytest.raises(FloatingPointError, match=r"^Step 3: .* the weights are those of step 2\."):
@@ -73,7 +73,7 @@ def test_where_gradients_are_not_at_hand_what_is_logged_tells(tmp_path: Path) ->
 
     class Hidden(StopOnNonFiniteCallback):
         def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            model = torch.nn.Linear(1, 1)  # has no gradients
+            model = torch.nn.Linear(1, 1)  # without gradients
             super().on_pre_optimizer_step(*args, **(kwargs | {"model": model}))
 
     with pytest.raises(FloatingPointError, match=r"^Step 3: `loss` is nan"):

@@ -135,7 +135,7 @@ def test_packed_text_is_read_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> 
         assert sequences() == first
     assert sequences(2) == [[7, 8], [9, 10], [11, 12], [13, END]]
     assert sequences(max_tokens=7) == first[:1]
-    write("texts/a.txt", "w9 w8 w9 w10 w11 w12 w13")  # as long as before
+    write("texts/a.txt", "w9 w8 w9 w10 w11 w12 w13")  # of the same length as before
     assert sequences() == [[9, 8, 9, 10], [11, 12, 13, END]]
     write("texts/b.txt", "w7 w8 w9")
     assert sequences() == [[9, 8, 9, 10], [11, 12, 13, END], [7, 8, 9, END]]
@@ -180,7 +180,7 @@ def test_dataset_of_the_hub_is_read_at_one_commit(monkeypatch: pytest.MonkeyPatc
     assert asked == [(("user/data",), {"revision": "main"})]
     assert packing.resolve_revision({"dataset": "user/data"}) == {"dataset": "user/data", "revision": "1" * 40}
     assert packing.resolve_revision({"dataset": "user/data", "revision": "1" * 40})["revision"] == "1" * 40
-    assert len(asked) == 2  # what is a commit is not asked for
+    assert len(asked) == 2  # a commit needs no request
     Info.sha = "2" * 40  # the branch moves
     assert fingerprint(TOKENIZER, 4, **packing.resolve_revision({"dataset": "user/data", "revision": "main"})) != first
 
@@ -286,7 +286,7 @@ def test_stream_has_the_packed_sequences_and_goes_on_after_any(suffix: str, monk
     assert [row["input_ids"] for row in stream()] == expected
     for done in (7, len(rows) - 6, len(rows) - 5, len(rows) + 9):
         begun = stream()
-        ahead = list(islice(begun, done + 6))  # a Trainer reads more than it has learned
+        ahead = list(islice(begun, done + 6))  # a Trainer reads ahead
         assert len(ahead) == done + 6
         state = json.loads(json.dumps(begun.state(done)))
         again = stream(state=state)

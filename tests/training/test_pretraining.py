@@ -129,7 +129,7 @@ def test_pretraining_learns_and_logs_losses_and_map_statistics(whole: Path) -> N
     losses = history(whole)
     assert len(losses) == 9
     assert losses[-1] < 0.9 * losses[0]
-    assert len(history(whole, "diff_cosine")) == 10  # and where it starts
+    assert len(history(whole, "diff_cosine")) == 10  # and before the first step
     model = AutoModelForCausalLM.from_pretrained(whole)
     assert type(model) is DiffLlamaForCausalLM
     assert (model.config.eos_token_id, model.config.vocab_size) == (tiny_tokenizer().eos_token_id, 97)
@@ -140,8 +140,8 @@ def test_step_has_the_recipes_tokens_and_the_first_loss_is_their_mean(whole: Pat
     """A step has 128 tokens in two accumulated batches of 64."""
     arguments = torch.load(whole / "training_args.bin", weights_only=False)
     assert (arguments.gradient_accumulation_steps, arguments.per_device_train_batch_size) == (2, 4)
-    assert (arguments.adam_beta2, arguments.weight_decay) == (0.98, 0.05)  # the recipe's
-    assert arguments.learning_rate == 1e-2  # the file's
+    assert (arguments.adam_beta2, arguments.weight_decay) == (0.98, 0.05)  # from the recipe
+    assert arguments.learning_rate == 1e-2  # from the file
     assert history(whole)[0] == pytest.approx(torch.tensor(97.0).log().item(), rel=0.1)
 
 
@@ -233,7 +233,7 @@ def test_finished_run_started_again_changes_no_weights(whole: Path) -> None:
 
 
 EPOCHS = SETTINGS | {
-    "model": MODEL | {"attention_dropout": 0.1, "max_position_embeddings": 16},  # as many as a sequence has
+    "model": MODEL | {"attention_dropout": 0.1, "max_position_embeddings": 16},  # the length of a sequence
     "data": {"files": ["texts/1.txt", "texts/5.txt"], "max_tokens": 1040, "evaluation_sequences": 5},
 }
 """An epoch has 8 steps; checkpoints are of steps 4, 8, and 12."""
@@ -366,7 +366,7 @@ def test_run_begun_online_goes_on_offline_at_its_commit(monkeypatch: pytest.Monk
     (folder / "pretraining.json").write_text(json.dumps(record))
 
     assert resolve_source(source, folder) == resolved
-    assert asked == [source]  # once, when it began
+    assert asked == [source]  # once, at the start
     assert make_record(settings, resolved, "sequences") == record
     another = {"dataset": "user/data", "revision": "v2"}
     resolve_source(another, folder)

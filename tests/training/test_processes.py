@@ -64,7 +64,7 @@ def lambda_precisions() -> Iterator[set[tuple[str, str]]]:
 def train(variant: str, name: str, variables: dict[str, str], processes: int) -> None:
     """Train one of `RUNS` in each of its processes, with these environment variables."""
     zero = "ACCELERATE_USE_DEEPSPEED" in variables
-    if zero:  # which `use_cpu` would leave out
+    if zero:  # `use_cpu` would disable it
         AcceleratorState._reset_state(reset_partial_state=True)
         PartialState(backend="gloo")
     folder = f"{variant}/{name}"
@@ -73,7 +73,7 @@ def train(variant: str, name: str, variables: dict[str, str], processes: int) ->
         save_steps=STEPS // 2, lr_scheduler_type="constant", report_to=[], seed=1, use_cpu=not zero, disable_tqdm=True,
         accelerator_config={"use_configured_state": zero}, ddp_backend="gloo" if processes > 1 else None,
     )  # fmt: skip
-    if "ACCELERATE_USE_FSDP" in variables:  # accelerate shards on GPUs alone, or on CPUs if it believes to have GPUs
+    if "ACCELERATE_USE_FSDP" in variables:  # accelerate shards only on GPUs, or on CPUs if it takes them for GPUs
         arguments.distributed_state.distributed_type = DistributedType.MULTI_GPU
     trainer = Trainer(DiffLlamaForCausalLM.from_pretrained(f"{variant}/begin"), arguments, train_dataset=ROWS)
     trainer.add_callback(DifferentialStatsCallback(trainer, tokens(1, 9)))
@@ -128,7 +128,7 @@ def run(environments: dict[str, dict[str, str]], processes: int, work: Path) -> 
         os.chdir(work)
         if processes > 1 and SPLITS_HEADS:
             for variant in VARIANTS:
-                compute_heads_in_parallel(variant)  # first: after ZeRO-3 transformers refuses to
+                compute_heads_in_parallel(variant)  # first: transformers refuses it after ZeRO-3
             refuse_to_part_a_group()
         for (name, variables), variant in itertools.product(environments.items(), VARIANTS):
             with pytest.MonkeyPatch.context() as patch:
@@ -245,7 +245,7 @@ def test_processes_train_and_measure_as_one_does_and_take_up_what_others_began(
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_each_of_two_keeps_half_of_every_weight(variant: str, name: str, trained: Path) -> None:
     kept = facts(trained, variant, name)["kept"]
-    assert kept == [pytest.approx(0.5, abs=0.01)] * len(kept)  # an odd vocabulary is cut nearly in half
+    assert kept == [pytest.approx(0.5, abs=0.01)] * len(kept)  # an odd vocabulary cannot be halved exactly
     assert facts(trained, variant, name)["recomputed"] == (2 if "recomputed" in name else 0)  # layers
 
 
@@ -289,5 +289,5 @@ def test_heads_in_parallel_compute_what_one_process_computes(variant: str, proce
     torch.testing.assert_close(parallel["logits"], outputs.logits.detach(), rtol=0, atol=2e-5)
     for name, parameter in model.named_parameters():
         error = (parallel[f"gradient of {name}"] - parameter.grad).norm() / parameter.grad.norm()
-        assert error < 1e-4, name  # λ's is a sum whose terms almost cancel
+        assert error < 1e-4, name  # the terms of λ's gradient almost cancel
     assert torch.equal(parallel["answer"], model.generate(tokens(2, 5), max_new_tokens=8, do_sample=False))

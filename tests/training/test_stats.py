@@ -78,7 +78,7 @@ def test_statistics_are_the_mean_of_all_rows() -> None:
 
 def test_equal_maps_cancel_by_lambda() -> None:
     model = tiny_model("v2")
-    for layer in model.model.layers:  # as a conversion leaves them
+    for layer in model.model.layers:  # as after a conversion
         queries = layer.self_attn.q_proj.weight.data.unflatten(0, (-1, 2, 16))
         queries[:, 1] = queries[:, 0]
         layer.self_attn.lambda_proj.weight.data.zero_()

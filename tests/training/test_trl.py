@@ -87,7 +87,7 @@ def alone(model: torch.nn.Module, rows: list[list[int]], counted: list[slice] | 
     losses = []
     for row, part in zip(rows, counted or [slice(1, None)] * len(rows), strict=True):
         ids = torch.tensor(row)
-        logits = model(ids[None], use_cache=False).logits[0].roll(1, 0)  # of a token at its own index
+        logits = model(ids[None], use_cache=False).logits[0].roll(1, 0)  # a token's logits at its own index
         losses.append(functional.cross_entropy(logits[part], ids[part], reduction="none"))
     return torch.cat(losses).mean()
 
@@ -101,7 +101,7 @@ def gradient_norm(model: torch.nn.Module) -> float:
 def assert_it_learns(trainer: SFTTrainer, rows: list[list[int]], counted: list[slice] | None = None) -> None:
     """Train. The first step's loss and gradient must be those of separate sequences, and later losses lower."""
     first = alone(trainer.model, rows, counted)
-    if not hasattr(trainer, "_loss_shifts_labels"):  # older Trainers divide by first tokens too, which nothing predicts
+    if not hasattr(trainer, "_loss_shifts_labels"):  # older Trainers also count first tokens, which have no prediction
         labels = next(iter(trainer.get_train_dataloader()))["labels"]
         first = first * labels[:, 1:].ne(-100).sum() / labels.ne(-100).sum()
     first.backward()
@@ -240,11 +240,11 @@ def test_batch_without_padding_has_logits_and_gradients_of_sequences_alone(
     batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)([{"input_ids": row} for row in ROWS])
     assert "attention_mask" not in batch
     assert batch["input_ids"].shape == (1, sum(map(len, ROWS)))
-    output = model(**batch, use_cache=False)  # as both Trainers do: a cache has no sequences
+    output = model(**batch, use_cache=False)  # as in both Trainers: a KV cache does not support packed sequences
     expected = torch.cat([model(torch.tensor([row]), use_cache=False).logits[0] for row in ROWS])
     torch.testing.assert_close(output.logits[0], expected, rtol=0, atol=1e-10)
 
-    loss = functional.cross_entropy(output.logits[0, :-1], batch["labels"][0, 1:])  # the model's own is in float32
+    loss = functional.cross_entropy(output.logits[0, :-1], batch["labels"][0, 1:])  # the model's loss is float32
     torch.testing.assert_close(output.loss.double(), loss, rtol=1e-6, atol=0)
     names, parameters = zip(*model.named_parameters(), strict=True)
     packed = torch.autograd.grad(loss, parameters)

@@ -44,7 +44,7 @@ class ModelTester:
 
     batch_size, seq_length, is_training = 13, 7, True
     hidden_size, num_hidden_layers = 32, 2
-    num_attention_heads = 2  # of the maps that a layer returns: differential heads
+    num_attention_heads = 2  # heads of returned maps: differential heads
 
     def __init__(self, variant: str) -> None:
         self.variant = variant
@@ -69,7 +69,7 @@ class ModelTester:
 
 class CommonTests(common.ModelTesterMixin):  # type: ignore[name-defined,misc]
     variant: str
-    test_generation_tester_mixin_inheritance = None  # that mixin is none of the files
+    test_generation_tester_mixin_inheritance = None  # the mixin is not in the source package
     all_model_classes = (
         DiffLlamaModel,
         DiffLlamaForCausalLM,
@@ -84,7 +84,7 @@ class CommonTests(common.ModelTesterMixin):  # type: ignore[name-defined,misc]
 
 class V1Test(CommonTests, unittest.TestCase):
     variant = "v1"
-    test_sdpa_can_dispatch_non_composite_models = None  # it wants `sdpa` by default; ours is in test_attention.py
+    test_sdpa_can_dispatch_non_composite_models = None  # expects `sdpa` by default; see test_attention.py
 
 
 class V2Test(CommonTests, unittest.TestCase):

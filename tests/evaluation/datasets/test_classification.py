@@ -34,7 +34,7 @@ def test_built_in_samples(task: ClassificationTask) -> None:
 
 
 def test_trec(tmp_path: Path) -> None:
-    # a next-line character of Latin-1 ends no line, and one question is also in the test
+    # Latin-1's next-line character ends no line; one question is also in the test
     train = "ENTY:dismed What  is\x85 caf\xe9 ?\r\nLOC:city Where ?\n\nLOC:mount Which hill ?\nLOC:city Who ?\n"
     source = data(tmp_path, train_txt=train, test_txt="LOC:city Who ?\n")
     coarse = [("What is caf\xe9 ?", "entity"), ("Where ?", "location"), ("Which hill ?", "location")]
@@ -138,7 +138,7 @@ def test_answers_are_the_models_if_they_are_classes() -> None:
 
 
 def test_impossible_preferences_are_forced_to_a_class() -> None:
-    # at any place z is likeliest, then the latest letter of the alphabet: of t(ar), t(ea) and a(le) it goes to t, e
+    # z is always likeliest, then later letters before earlier ones: of tar, tea and ale it chooses tea
     alphabet = byte_tokenizer()
     logits = {alphabet.encode(letter)[0]: float(ord(letter)) for letter in "abcdefghijklmnopqrstuvwxyz"}
     loaded = LoadedModel(name="z", model=RuleBasedLM(lambda _: logits, len(alphabet)).eval(), tokenizer=alphabet)
@@ -197,7 +197,7 @@ def test_shared_context_changes_no_answer(loaded: LoadedModel, monkeypatch: pyte
     handle.remove()
     expected = [whole(loaded, prompt) for prompt in prompts]
     assert [found[str(index)] for index in range(len(prompts))] == expected
-    assert len(set(expected)) > 2  # of several classes, so that a wrong context would show
+    assert len(set(expected)) > 2  # several classes, so that a wrong context would be noticed
     contexts_computed = [shape for shape in forwards if shape[1] in (16, 10, 12, 13)]  # no question is so long
     assert contexts_computed == [(1, 16), (1, 10), (1, 12), (1, 16), (1, 13)]
     assert max(rows for rows, _ in forwards) == 3  # questions of equal length are answered together

@@ -63,7 +63,7 @@ def test_run_is_reported_drawn_and_goes_on(name: str, kind: str, judge: FakeJudg
     file.write_text("".join([lines[0], lines[-1]]))  # the header and one sample
     again = run_probe(probe, *models, output=tmp_path)
     assert list(again.outcomes[0]) == list(report.outcomes[0])
-    if name != "throughput":  # whose times differ
+    if name != "throughput":  # its times differ
         assert again.rows == report.rows
-    if name not in ("logit-bits", "throughput"):  # log-likelihoods differ by rounding in other batches
+    if name not in ("logit-bits", "throughput"):  # in other batches log-likelihoods differ by rounding
         assert sorted(file.read_text().splitlines(keepends=True)) == sorted(lines)

@@ -97,7 +97,7 @@ def test_judges_that_differ_have_accuracy_agreement_and_kappa(measured: Measured
     assert [mean(report, judge=name)["accuracy"] for name in judges] == [4 / 8, 6 / 8, 3 / 8]
     assert [mean(report, judge=name)["unreadable"] for name in judges] == [0, 0, 1 / 8]
     assert [mean(report, 1, judge=name)["accuracy"] for name in judges] == [6 / 8, 6 / 8, 5 / 8]
-    # of each response three pairs: all of 10's but one differ, 11 to 13's agree, two of 14's and 15's differ
+    # each response has three pairs of verdicts: one of three agrees for 10, all for 11 to 13, one for 14 and 15
     observed = (1 / 3 + 3 + 1 / 3 + 1 / 3) / 6
     chance = (13 / 18) ** 2 + (4 / 18) ** 2 + (1 / 18) ** 2
     (row,) = report.select(judge="all judges")

@@ -43,10 +43,10 @@ def test_each_demonstration_answers_one_question(tmp_path: Path) -> None:
     assert {row["samples"] for row in report.rows} == {8}
     last = report.rows[-1]["condition"]["shots"]
     assert last == 9  # all but the one that is also a test question
-    place = ManyShot().choose(list(range(9))).index(8)  # of the demonstration that answers nothing
+    place = ManyShot().choose(list(range(9))).index(8)  # of the example that no question copies
     assert accuracies(report) == {shots: (shots - (place < shots)) / 8 for shots in (1, 2, 4, 8, 9)}
     answers = {outcome.detail["answer"] for outcome in report.outcomes[0].values()}
-    assert "abbreviation" in answers  # what an impossible answer becomes
+    assert "abbreviation" in answers  # the class chosen for an impossible answer
 
 
 def test_prompts_fill_the_length_and_grow_at_their_end(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_classes_take_turns() -> None:
         labels = [one.label for one in order]
         assert labels == 3 * labels[:3]
         assert set(labels[:3]) == {"a", "b", "c"}
-    assert {order[0] for order in orders} == set(examples)  # any class can be the first, and any of its examples
+    assert {order[0] for order in orders} == set(examples)  # every example can come first
 
 
 def test_larger_class_takes_more_turns() -> None:
@@ -83,7 +83,7 @@ def test_margins_of_models_with_and_without_order_effect(tmp_path: Path) -> None
     for row in report.rows:
         heeds, heeds_not = ({metric: value["mean"] for metric, value in one.items()} for one in row["models"])
         assert row["samples"] == 8
-        assert (heeds["best"], heeds["worst"]) == (0.75, 0.25)  # the larger class comes last, or the other
+        assert (heeds["best"], heeds["worst"]) == (0.75, 0.25)  # with the larger class last, and the smaller one
         assert heeds["margin"] == 0.5
         assert len(row["orders"][0]) == 10
         assert set(row["orders"][0]) == {0.25, 0.75}
@@ -100,7 +100,7 @@ def test_margins_of_models_with_and_without_order_effect(tmp_path: Path) -> None
 
 
 def test_margin_by_chance_is_what_shuffled_answers_have() -> None:
-    # of two orders, two questions are right in one each: both in the same, or one in either
+    # each of two questions is right in one of two orders: both in the same, or one in each
     assert by_chance(np.array([[1.0, 0.0], [0.0, 1.0]]), seed=0) == pytest.approx(0.5, abs=0.05)
     assert by_chance(np.array([[1.0, 1.0], [0.0, 0.0]]), seed=0) == pytest.approx(0.5, abs=0.05)
     assert by_chance(np.array([[1.0, 0.0], [1.0, 0.0]]), seed=0) == 0

@@ -58,17 +58,17 @@ def test_scale_is_of_all_that_a_sequence_sees() -> None:
     expected = seen.softmax(-1)[None, :, None]
     torch.testing.assert_close(quantised_attention(made_call(scores[None, None]), 4), expected)
 
-    # another sequence changes nothing, and has steps of its own: one of twice the scores, twice the steps
+    # another sequence changes nothing and has its own step: for twice the scores, twice the step
     both = quantised_attention(made_call(torch.stack([scores, 2 * scores])[:, None]), 4)
     torch.testing.assert_close(both[:1], expected)
     torch.testing.assert_close(both[1:], (2 * seen).softmax(-1)[None, :, None])
 
-    # another head has the same steps: (0.9, -0.6, 1.75), (0.6, -0.4) and 0.3
+    # another head has the same step: (0.9, -0.6, 1.75), (0.6, -0.4) and 0.3
     heads = quantised_attention(made_call(torch.stack([scores, scores / 4])[None]), 4)
     small = torch.tensor([[0.0, hidden, hidden], [1.0, 0.0, hidden], [1.0, -1.0, 2.0]])
     torch.testing.assert_close(heads, torch.stack([seen.softmax(-1), small.softmax(-1)], dim=1)[None])
 
-    # nobody sees the last key: the largest is 3.6, and levels are 3.6/7 apart
+    # no query sees the last key: the largest score is 3.6, and the step is 3.6/7
     mask = torch.ones(3, 3, dtype=torch.bool).tril()[None, None]
     mask[..., 2] = False
     last = torch.tensor([7.0, -5.0, hidden]) * 3.6 / 7  # -2.4 is -4.67 steps

@@ -38,14 +38,14 @@ def test_median_is_right_to_its_resolution(count: int, scale: float) -> None:
     values = torch.randn(count, generator=torch.Generator().manual_seed(count)) * scale
     found = Magnitudes()
     found.add(values)
-    assert found.median == pytest.approx(values.abs().median().item(), rel=RESOLUTION)  # torch's is the lower one too
+    assert found.median == pytest.approx(values.abs().median().item(), rel=RESOLUTION)  # torch's is the lower too
 
 
 def test_magnitudes_add_up_and_survive_json() -> None:
     values = torch.randn(5000, generator=torch.Generator().manual_seed(0)).exp()
     whole, parts, total = Magnitudes(), Magnitudes(), Magnitudes()
     whole.add(values)
-    for part in values.split(37):  # fewer than the ranks
+    for part in values.split(37):  # fewer values than ranks
         parts.add(part)
     for part in values.split(1500):
         one = Magnitudes()
@@ -73,7 +73,7 @@ def test_planted_key_and_state_have_known_magnitudes(kind: str, monkeypatch: pyt
     embeddings = loaded.model.get_input_embeddings().weight.data
     embeddings[loaded.encode("!"), :2] = torch.tensor([900.0, -900])
     found = magnitudes(loaded.model, loaded.tensor(loaded.encode("!" + "a" * 44 + "7aa7a")))
-    maps, high = {"llama": (8, 8), "v1": (12, 8), "v2": (16, 8)}[kind]  # of both layers, and how many are signals'
+    maps, high = {"llama": (8, 8), "v1": (12, 8), "v2": (16, 8)}[kind]  # maps of both layers, signal maps among them
     logits, states = found["attention logits"], found["hidden states"]
     assert logits.counts.sum() == maps * 50 * 51 // 2
     expected = [12.0] * 7 * high + [3.0] * 7 * (maps - high) + [0.0] * 100
@@ -96,7 +96,7 @@ def true_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
             for projection in (own.q_proj, own.k_proj)
         )  # [maps, n, width], [keys, n, width]
         pairs = 2 if model.config.model_type == "diff_llama" and own.diff_variant == "v1" else 1
-        group = len(queries) * pairs // len(keys)  # queries of a key/value head; V1's has two keys
+        group = len(queries) * pairs // len(keys)  # queries per key/value head, which has two keys in V1
         for index, query in enumerate(queries):
             noise = pairs == 2 and index % (own.signals_per_noise + 1) == own.signals_per_noise
             scores = query @ keys[index // group * pairs + noise].T / width**0.5
@@ -111,7 +111,7 @@ def test_magnitudes_equal_those_of_all_scores_and_states(kind: str, monkeypatch:
     model.model.rotary_emb.inv_freq.zero_()
     found = magnitudes(model, ids)
     assert not any(module._forward_hooks for module in model.modules())
-    model.model.norm = torch.nn.Identity()  # so that the last states are the last layer's output
+    model.model.norm = torch.nn.Identity()  # the last hidden states are then the last layer's output
     with torch.no_grad():
         states = torch.stack(model(ids, output_hidden_states=True).hidden_states[1:])
         expected = {"attention logits": true_logits(model, ids), "hidden states": states.flatten().abs()}
@@ -156,7 +156,7 @@ def test_pieces_are_of_every_text_in_turn(tmp_path: Path) -> None:
     whole = {"a.txt 0": "abcdefgh" * 2, "b.txt 0": "ijklmnop" * 2, "a.txt 16": "abcdefgh" * 2}
     assert pieces(1) == pieces(16) == dict(list(whole.items())[:1])
     assert pieces(17) == dict(list(whole.items())[:2])
-    assert pieces(64) == whole  # a fourth would be of text c
+    assert pieces(64) == whole  # a fourth piece would be of text c
 
 
 def test_magnitudes_of_two_models_are_compared(tmp_path: Path) -> None:

@@ -49,9 +49,9 @@ def test_repetitions_may_overlap() -> None:
 
 
 def test_losses_of_a_model_that_recites(tmp_path: Path) -> None:
-    # b, c and a follow what is new, b after a is a hit, and after b comes c, not d
+    # b, c and a follow new tokens; b after a is a hit; d after b is not, because b had c after it
     (tmp_path / "1.txt").write_text("abcabd")
-    (tmp_path / "2.txt").write_text("aaaaxx")  # two a are hits; the first, and both x, are not
+    (tmp_path / "2.txt").write_text("aaaaxx")  # two a are hits, the others and both x are not
     report = run_probe(Recall(length=6), reciter(), output=tmp_path / "out", data=tmp_path)
     new, hit, wrong = log(257), log(2), log(512)
     by_text = {

@@ -25,7 +25,7 @@ def shares(report: Report, over: str = "parameters") -> dict[float, dict[str, fl
 
 
 TRANSFORMER = ("transformer,1,,9", "transformer,4,,5", "transformer,16,,3", "transformer,100,,1.8")  # 8·x^-1/2 + 1
-DIFF = ("diff,1,,5", "diff,4,,3", "diff,16,,2", "diff,64,,1.5", "diff,400,,1.2")  # 4·x^-1/2 + 1: a quarter is enough
+DIFF = ("diff,1,,5", "diff,4,,3", "diff,16,,2", "diff,64,,1.5", "diff,400,,1.2")  # 4·x^-1/2 + 1: a quarter suffices
 
 
 def test_power_law_fit_and_inverse_are_exact() -> None:
@@ -55,7 +55,7 @@ def test_range_is_of_the_fits_without_a_point(tmp_path: Path) -> None:
     rows = ("transformer,4,,4", "transformer,16,,2", "transformer,64,,1", "diff,4,,2", "diff,16,,1", "diff,64,,1")
     report = measured(tmp_path, *rows)
     assert [row["models"][0]["c"]["mean"] for row in report.rows[:2]] == [0, 0]
-    # The Transformer's is 8·x^-1/2. At 16 the DIFF's line through the logs is 2^(1/3); without 4 or 64 it is 1, without
+    # The Transformer's law is 8·x^-1/2. The log-linear fit of DIFF at 16 is 2^(1/3); without 4 or 64 it is 1, without
     # 16 it is 2^(1/2).
     (row,) = report.select(diff=16)
     assert row["models"][0]["loss"] == pytest.approx({"mean": 2 ** (1 / 3), "low": 1, "high": 2**0.5})

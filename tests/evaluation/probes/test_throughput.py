@@ -33,7 +33,7 @@ def test_tokens_per_second_of_models_that_take_turns(
         stepped.append((model.config.model_type, ids.shape, name))
         step(model, ids, name)
 
-    def seconds(self: Throughput, do: Callable[[], object]) -> float:  # known ones, which differ from round to round
+    def seconds(self: Throughput, do: Callable[[], object]) -> float:  # known times that differ by round
         do()
         timed.append(stepped[-1])
         kind, (_, length), name = stepped[-1]

@@ -166,7 +166,7 @@ def test_nan_scores_are_refused() -> None:
 
 def test_needles_are_those_of_the_probe_and_counted_alike(models: Path) -> None:
     def answer(question: str) -> str:
-        city = re.findall(r"The magic numbers? of (\w+)", question)[-1]  # the first that is asked for
+        city = re.findall(r"The magic numbers? of (\w+)", question)[-1]  # the first requested city
         (number,) = re.findall(rf"magic number of {city} is (\d+)\.", question)
         return f" {number}."
 
@@ -249,7 +249,7 @@ def call(*arguments: object) -> int:
 
 
 def test_results_of_the_command_line_feed_the_card(models: Path, tmp_path: Path) -> None:
-    data = shutil.copytree(SAMPLES, tmp_path / "data")  # as somebody's own
+    data = shutil.copytree(SAMPLES, tmp_path / "data")  # as a user's own data
     diff = models / "diff"
     options = ("--model_args", f"pretrained={diff}", "--tasks", "diffllama_paper", "--num_fewshot=1")
     options = (*options, "--metadata", f"data={data}", "--device=cpu", "-o", tmp_path, "--log_samples")
