@@ -62,7 +62,7 @@ def is_code_licence(path: Path) -> bool:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of this package, its commit, torch, transformers and Python."""
+    """Return the versions of this package, its commit, torch, transformers and Python."""
     return {
         "diffllama": VERSION,
         "commit": commit(),

@@ -52,7 +52,7 @@ class Verification:
         return self.bit_equal or self.max_difference <= self.tolerance * self.largest_output  # False for NaN
 
     def as_dict(self) -> dict[str, Any]:
-        """For conversion.json."""
+        """Return the record for conversion.json."""
         return asdict(self) | {"passed": self.passed}
 
     @classmethod

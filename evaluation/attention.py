@@ -120,7 +120,7 @@ def attend(
     differential_lambda: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function of transformers: `sdpa`, observed or replaced by the function given to `watched`.
+    """Compute `sdpa`, observed or replaced by the function given to `watched`. An attention function of transformers.
 
     Raises:
         ValueError: the model changes its scores by an option that `AttentionCall` does not support.

@@ -27,7 +27,7 @@ LAYER, HEAD = 18, 6
 
 
 def spread_second_maps(model: DiffLlamaForCausalLM) -> None:
-    """Halves the second query of every head in place: its scores shrink, and its softmax map becomes more uniform."""
+    """Halve the second query of every head in place: its scores shrink, and its softmax map becomes more uniform."""
     with torch.no_grad():
         for layer in model.model.layers:
             attention = layer.self_attn

@@ -41,7 +41,7 @@ THEIRS = transformers.DiffLlamaConfig(
 
 
 def random_weights(config: PreTrainedConfig, weight_map: WeightMap | None = None) -> Weights:
-    """Values for a model's tensors, or for what a weight map makes of them: norms around 1, all else around 0."""
+    """Return random values for the tensors of a model or of a conversion: norms around 1, all else around 0."""
     tensors = dict(meta_model(config).state_dict())
     if weight_map is not None:
         tensors = converted(tensors, weight_map, config)
@@ -91,7 +91,7 @@ def converted(weights: Weights, weight_map: WeightMap, config: DiffLlamaConfig) 
 
 
 def rows() -> list[tuple[str, str, float, float]]:
-    """For each conversion and step left out: the largest difference and the share of tokens with another top token."""
+    """Return for each conversion and omitted step the largest difference and the share of other top tokens."""
     table = []
 
     def add(

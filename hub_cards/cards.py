@@ -333,7 +333,7 @@ def updated_card(
 
 
 def merge_cards(card: str, other: str, place: str, other_place: str, alternative: str) -> tuple[str, dict[str, Any]]:
-    """Chooses which of two cards to update so that no handwritten text is lost, and merges their metadata.
+    """Choose which of two cards to update so that no handwritten text is lost, and merge their metadata.
 
     `place`, `other_place`, and `alternative`, a way to keep only the first, are for messages.
 

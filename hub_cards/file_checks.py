@@ -166,7 +166,7 @@ def forbidden_format(file: Path, data: bytes, kind: str | None) -> tuple[str, Ru
 
 
 def content_mismatch(data: bytes, kind: str | None) -> str | None:
-    """Why a file is not of its kind, or `None` if it is."""
+    """Return why a file is not of its kind, or `None` if it is."""
     if kind in ("json", "text", "code"):
         return text_error(data)
     if kind == "picture" and not PICTURE.fullmatch(data):
@@ -177,7 +177,7 @@ def content_mismatch(data: bytes, kind: str | None) -> str | None:
 
 
 def text_error(data: bytes) -> str | None:
-    """Why data are not a text in UTF-8, or `None` if they are."""
+    """Return why data are not text in UTF-8, or `None` if they are."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -80,7 +80,7 @@ def check_bounds(name: str, value: Any, bounds: tuple[float, float]) -> None:
 
 
 def cut_messages(cls: type) -> type:
-    """Shortens messages about wrong types. They contain the whole value, and a config.json may hold megabytes."""
+    """Shorten messages about wrong types. They contain the whole value, and a config.json may have megabytes."""
     init = cls.__init__  # type: ignore[misc]
 
     @functools.wraps(init)

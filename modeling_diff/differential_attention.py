@@ -22,7 +22,7 @@ from torch import nn
 
 
 def exponential_lambda_init(layer_idx: int) -> float:
-    """λ_init of layer l = `layer_idx` from 0 on: 0.8 - 0.6·exp(-0.3·l) (paper, section 2.1, which counts from 1)."""
+    """Compute λ_init of layer l = `layer_idx` from 0: 0.8 - 0.6·exp(-0.3·l) (paper, section 2.1, counts from 1)."""
     return 0.8 - 0.6 * math.exp(-0.3 * layer_idx)
 
 
@@ -47,7 +47,7 @@ def join_keys(key: torch.Tensor) -> torch.Tensor:
 def vector_lambda(
     lambda_init: float, q1: torch.Tensor, k1: torch.Tensor, q2: torch.Tensor, k2: torch.Tensor
 ) -> torch.Tensor:
-    """λ = exp(q1·k1) - exp(q2·k2) + λ_init (paper, equation 2) from four [d] vectors, as a [1] tensor in float32."""
+    """Compute λ = exp(q1·k1) - exp(q2·k2) + λ_init (paper, equation 2) from four [d] vectors: [1] in float32."""
     dtype = at_least_float32(q1.dtype)
     first = torch.sum(q1.to(dtype) * k1.to(dtype), dim=-1, keepdim=True).exp()
     second = torch.sum(q2.to(dtype) * k2.to(dtype), dim=-1, keepdim=True).exp()
@@ -78,7 +78,7 @@ class DiffLlamaRMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[..., hidden_size] -> the same shape, and the same dtype if the weight has it."""
+        """Normalize [..., hidden_size]. Keeps the shape, and the dtype if the weight has it."""
         dtype = hidden_states.dtype
         hidden_states = hidden_states.to(at_least_float32(dtype))
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -95,7 +95,7 @@ class DiffLlamaPolyNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[..., intermediate_size] -> the same shape and dtype."""
+        """Apply PolyNorm to [..., intermediate_size]. Keeps shape and dtype."""
         x = hidden_states.to(at_least_float32(hidden_states.dtype))
         square = x * x
         first, second, third = (torch.rsqrt((square**i).mean(-1, keepdim=True) + 1e-6) for i in (1, 2, 3))

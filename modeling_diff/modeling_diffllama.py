@@ -104,7 +104,7 @@ def eager_attention_forward(
     output_softmax_maps: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention in plain PyTorch, with maps and their differences in float32 (float64 in a float64 model).
+    """Compute attention in plain PyTorch, with maps and their differences in float32 (float64 in a float64 model).
 
     Args:
         query: [b, H, n, D]. `key` and `value` are [b, num_key_value_heads, m, D].
@@ -175,7 +175,7 @@ class DiffLlamaAttention(nn.Module):
             self.lambda_proj = nn.Linear(hidden_size, config.num_signal_heads, bias=False)
 
     def differential_lambda(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """λ in float32 (float64 in a float64 model): [1] in V1; [b, n, s, 1] in V2, from the layer's normed input."""
+        """Compute λ in float32 (float64 in a float64 model): V1 [1]; V2 [b, n, s, 1], from the layer's normed input."""
         if self.diff_variant == "v1":
             return vector_lambda(self.lambda_init, *(getattr(self, name) for name in LAMBDA_VECTORS))
         # Engines fuse the three projections that read `hidden_states` directly; the index excludes this one.
@@ -190,7 +190,7 @@ class DiffLlamaAttention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[b, n, hidden_size] -> the same shape, and the maps of `eager_attention_forward` (else `None`).
+        """Compute attention of [b, n, hidden_size]: the same shape, and `eager_attention_forward`'s maps or `None`.
 
         `position_embeddings` are cosines and sines, each [b, n, `config.rotary_dim`]. `attention_mask` is the mask of
         this layer's type, see `MASKS`.
@@ -244,7 +244,7 @@ class DiffLlamaMLP(LlamaMLP):
             del self.gate_proj
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., hidden_size] -> the same shape."""
+        """Compute the feed-forward of [..., hidden_size]. Keeps the shape."""
         if not self.config.gated_mlp:
             return self.down_proj(self.act_fn(self.up_proj(x)))
         # But for the index engines would fuse the two projections, and split the width that PolyNorm takes means of
@@ -262,7 +262,7 @@ class DiffLlamaDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = DiffLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """[b, n, hidden_size] -> the same shape; `kwargs` are `DiffLlamaAttention`'s."""
+        """Compute the layer of [b, n, hidden_size]. Keeps the shape; `kwargs` are `DiffLlamaAttention`'s."""
         attn_output, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attn_output
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))

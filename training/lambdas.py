@@ -71,7 +71,7 @@ def _vectors(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Ten
 
 
 def _save_pretrained(self: "PeftModel", save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-    """`PeftModel.save_pretrained` with the λ vectors in every adapter's file.
+    """Save a `PeftModel`, with the λ vectors in every adapter's file.
 
     Files in the folder are replaced when all are written, because a file without the vectors would load silently.
     """

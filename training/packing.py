@@ -69,7 +69,7 @@ def read_documents(
     revision: str | None = None,
     column: str = "text",
 ) -> Iterator[str]:
-    """Streams documents from disk or the Hub.
+    """Stream documents from disk or the Hub.
 
     A text file is one document. It is tokenised as a whole, which takes about 150 times its size in memory, so large
     texts should be rows of a `.jsonl`.
@@ -289,7 +289,7 @@ class PackedStream(IterableDataset):
         self.states = [state or {"sequences": 0, "rows": None, "rest": [], "skip": held_out * length}]
 
     def __len__(self) -> int:
-        """Total number of sequences, including those before `state`."""
+        """Return the total number of sequences, including those before `state`."""
         return self.sequences
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:

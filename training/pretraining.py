@@ -260,7 +260,7 @@ class StreamCallback(TrainerCallback, ExportableState):
         self.position = stream.states[0]
 
     def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restores the random states. With `ignore_data_skip` the Trainer does so before its data loader draws."""
+        """Restore the random states. With `ignore_data_skip` the Trainer does so before its data loader draws."""
         if self.checkpoint:
             self.trainer._load_rng_state(str(self.checkpoint))
             self.checkpoint = None

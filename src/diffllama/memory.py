@@ -148,7 +148,7 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def memory(config: PretrainedConfig, context: int, batch: int = 1, dtype: DType = "auto") -> Memory:
-    """Estimates the memory that a language model with a Llama's layers, differential or not, needs to generate text.
+    """Estimate the memory that a language model with a Llama's layers, differential or not, needs to generate text.
 
     Args:
         config: configuration of the model.

@@ -58,7 +58,7 @@ def check_options(arguments: list[str], parent: Any = None) -> None:
 
 
 def limit_to_context(context: int | None, inputs: Any, generation_config: Any) -> None:
-    """Limits `max_new_tokens` so that generation stops at the end of the model's context.
+    """Limit `max_new_tokens` so that generation stops at the end of the model's context.
 
     With continuous batching, transformers 5.23 stops serving after an empty prompt, and once its cache is full.
 

@@ -94,7 +94,7 @@ def supports_triton(query: torch.Tensor, dropout: float, options: dict[str, Any]
 
 
 def key_intervals(mask: torch.Tensor, may_have_holes: bool = True) -> torch.Tensor | None:
-    """Half-open interval of keys that each query sees: a boolean mask [b, 1, n, m] -> [b, 1, n, 2] in int32.
+    """Return the half-open interval of keys that each query sees: boolean [b, 1, n, m] -> [b, 1, n, 2] in int32.
 
     Causal masks, sliding windows and packed sequences give intervals. Padding between tokens gives holes.
 
@@ -149,7 +149,7 @@ def attention_forward(
     sdpa: Callable[..., tuple[torch.Tensor, None]] = sdpa_forward,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Differential attention with the signature of a transformers attention function.
+    """Compute differential attention, with the signature of a transformers attention function.
 
     Args:
         module: the attention layer, with `map_dim`, `signals_per_noise` and, for continuous batching, `layer_idx`.
@@ -200,8 +200,10 @@ def flash_attn_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`attention_forward` for transformers' kernel loader, which passes the masks of `sdpa`: every layer computes their
-    intervals for the Triton kernels."""
+    """Call `attention_forward` for transformers' kernel loader, which passes the masks of `sdpa`.
+
+    Every layer computes their intervals for the Triton kernels.
+    """
     if (
         attention_mask is not None
         and attention_mask.dtype == torch.bool
@@ -225,7 +227,7 @@ def diff_attention(
     scaling: float | None = None,
     signals_per_noise: int = 1,
 ) -> torch.Tensor:
-    """Differential attention (arXiv 2410.05258, equation 1; arXiv 2510.06949) of tensors, differentiable.
+    """Compute differential attention (arXiv 2410.05258, equation 1; arXiv 2510.06949). Differentiable.
 
     Args:
         query: [b, H, n, D], in groups of signals, then their noise; in V1 padded, [signal | 0] and [0 | noise].

@@ -79,15 +79,15 @@ class AttentionLayout:
         self.differential_lambda = self.by_head(differential_lambda.expand(b, n, query.shape[1] // (r + 1) * r, 1))
         self.mask, self.scaling = mask, scaling
         rows = min(ROWS, n)
-        self.causal_mask = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)  # true: hidden
+        self.causal_mask = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)  # true where hidden
 
     def by_head(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[b, n, s, x] -> [B, r, g, n, x]."""
+        """Group by key/value head: [b, n, s, x] -> [B, r, g, n, x]."""
         grouped = tensor.unflatten(2, (self.shape[1], -1, self.signals_per_noise))
         return grouped.permute(0, 2, 4, 3, 1, 5).flatten(0, 1)
 
     def by_token(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[B, r, g, n, x] -> [b, n, s, x]."""
+        """Invert `by_head`: [B, r, g, n, x] -> [b, n, s, x]."""
         return tensor.unflatten(0, (-1, self.shape[1])).permute(0, 4, 1, 3, 2, 5).flatten(2, 4)
 
     def blocks(self) -> Iterator[Block]:
@@ -127,7 +127,7 @@ class AttentionLayout:
         return maps.view(len(keys), -1, block.kv_len), queries, keys
 
     def softmax_maps(self, block: Block, workspace: torch.Tensor) -> torch.Tensor:
-        """All softmax maps of a block, [heads, r + 1, g · rows, kv_len]; uniform for a query that sees no key."""
+        """Compute a block's softmax maps, [heads, r + 1, g · rows, kv_len]; uniform for a query that sees no key."""
         maps = self.workspace_view(workspace, block, self.signals_per_noise + 1)
         scores, queries, keys = self.score_factors(maps, block)
         torch.baddbmm(scores, queries, keys.transpose(1, 2), beta=0, alpha=self.scaling, out=scores)
@@ -147,7 +147,7 @@ class BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(*call: Any) -> torch.Tensor:
-        """[b, n, s, D]. Arguments as `AttentionLayout`'s."""
+        """Compute the output [b, n, s, D]. Arguments as `AttentionLayout`'s."""
         layout = AttentionLayout(*call)
         (b, kv_heads, groups, n, _, width), r = layout.shape, layout.signals_per_noise
         out = layout.values.new_empty(b * kv_heads, r, groups, n, width)
@@ -167,7 +167,7 @@ class BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of query, key, value and λ."""
+        """Compute the gradients of query, key, value and λ."""
         return (*BlockedGradients.apply(gradient, *ctx.saved_tensors, *ctx.options), None, None, None, None)
 
 
@@ -180,7 +180,7 @@ class BlockedGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(gradient: torch.Tensor, *call: Any) -> tuple[torch.Tensor, ...]:
-        """Gradients of query, key, value and λ, from the output's [b, n, s, D] and `AttentionLayout`'s arguments."""
+        """Compute gradients of query, key, value and λ from the output's, [b, n, s, D], and `AttentionLayout`'s arguments."""
         query, key, value, differential_lambda, _, map_dim, scaling, r = call
         layout = AttentionLayout(*call)
         groups, width = layout.shape[2], layout.shape[5]
@@ -241,7 +241,7 @@ def blocked_attention(
     scaling: float,
     signals_per_noise: int,
 ) -> torch.Tensor:
-    """Differential attention that subtracts the noise map from the signal maps before multiplying by V.
+    """Compute differential attention, subtracting the noise map from the signal maps before multiplying by V.
 
     Args:
         query: [b, H, n, D], in V1 padded with zeros, which are not read. key, value: [b, key/value heads, m, D].
@@ -272,7 +272,7 @@ def varlen_attention(
     scaling: float,
     signals_per_noise: int,
 ) -> torch.Tensor:
-    """Causal differential attention of packed sequences, each computed separately. Not differentiable.
+    """Compute causal differential attention of packed sequences, each separately. Not differentiable.
 
     Args:
         query: [1, H, n, D], of all sequences. key, value: [1, key/value heads, m, D].
@@ -319,9 +319,9 @@ def decode(
     scaling: float,
     signals_per_noise: int,
 ) -> torch.Tensor:
-    """Attention of one query, [b, H, 1, D], that reads keys and values once.
+    """Compute attention of one query, [b, H, 1, D], reading keys and values once.
 
-    Padded queries read whole keys, because one product is faster than two and few columns are faster than few rows.
+    Padded queries multiply whole keys: one product is faster than two, and few columns are faster than few rows.
     """
     (b, kv_heads, m, width), r = key.shape, signals_per_noise
     query = query.reshape(b * kv_heads, -1, width)

@@ -46,14 +46,14 @@ OPTIONS = {"enable_fp_fusion": True}
 DECODING_TOKENS = 16
 """Maximum number of query tokens for which several programs share the keys of a row, if processors would be idle."""
 
-_NAMESPACE = re.sub(r"\W", "_", __name__)  # this file may be imported as a package's and as remote code
+_NAMESPACE = re.sub(r"\W", "_", __name__)  # the file may be imported by the package and from a repository
 
 
 if HAS_TRITON:
 
     @triton.jit
     def load_tile(pointer, offsets, kept, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-        """Rows of WIDTH numbers at `offsets`; zeros in rows that are not `kept` (None: all are) and up to BLOCK."""
+        """Load rows of WIDTH numbers at `offsets`; 0 in rows that are not `kept` (None: all are) and up to BLOCK."""
         columns = tl.arange(0, BLOCK)[None, :]
         inside = columns < WIDTH
         if kept is not None:
@@ -62,16 +62,16 @@ if HAS_TRITON:
 
     @triton.jit
     def store_tile(pointer, offsets, kept, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-        """Write what `load_tile` reads."""
+        """Store a tile where `load_tile` loads it."""
         columns = tl.arange(0, BLOCK)[None, :]
         tl.store(pointer + offsets[:, None] + columns, tile, mask=kept[:, None] & (columns < WIDTH))
 
     @triton.jit
     def query_rows(first, n, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, MAPS: tl.constexpr, BLOCK_R: tl.constexpr):
-        """BLOCK_M rows with the first MAPS maps of each, side by side in room for BLOCK_R: which exist, their tokens,
-        groups and maps, and their groups' index in tensors [b, n, groups].
+        """Return the indices of BLOCK_M rows with the first MAPS maps of each, side by side, padded to BLOCK_R maps.
 
-        Rows that do not exist repeat the last one, and so do maps.
+        They are: which rows exist, their tokens, groups and maps, and their groups' index in tensors [b, n, groups].
+        Rows and maps that do not exist repeat the last one.
         """
         maps = tl.arange(0, BLOCK_M * BLOCK_R)
         rows = first + maps // BLOCK_R
@@ -95,8 +95,10 @@ if HAS_TRITON:
 
     @triton.jit
     def key_range(start, end, m, split, splits, BLOCK_N: tl.constexpr):
-        """[first, last) of the keys that any row sees, a part of it if they are split; between `all_first` and
-        `all_last`, whole blocks from `first` on, all rows see all of them."""
+        """Return the interval [first, last) of keys that any row sees, or this split's part of it.
+
+        Also returns [all_first, all_last), whole blocks counted from `first`, whose keys all rows see.
+        """
         first = tl.min(tl.where(start < end, start, m))
         last = tl.maximum(tl.max(tl.where(start < end, end, 0)), first)
         length = tl.cdiv(tl.cdiv(last - first, splits), BLOCK_N) * BLOCK_N
@@ -108,14 +110,14 @@ if HAS_TRITON:
 
     @triton.jit
     def attend(b_query, b_key, b_value, visible, b_max, b_sum, b_output, scale):
-        """One more tile of keys and values in the online softmax of one map. `visible` is None where all keys are."""
+        """Add a tile of keys and values to the online softmax of one map. `visible` is None where all keys are."""
         b_scores = tl.dot(b_query, tl.trans(b_key), input_precision="ieee")
         if visible is not None:
             b_scores = tl.where(visible, b_scores, float("-inf"))
         b_new_max = tl.maximum(b_max, tl.max(b_scores, 1))
         b_shift = b_new_max * scale
         if visible is not None:
-            b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_shift)  # a row that has seen no key yet
+            b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_shift)  # no key seen yet
         b_weights = tl.exp2(b_scores * scale - b_shift[:, None])
         b_decay = tl.exp2(b_max * scale - b_shift)
         b_sum = b_sum * b_decay + tl.sum(b_weights, 1)
@@ -136,10 +138,10 @@ if HAS_TRITON:
         D: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr, SIGNALS: tl.constexpr, BLOCK_D: tl.constexpr,
         BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ):  # fmt: skip
-        """Rows of one key/value head against their keys, or one of `splits` parts of these.
+        """Compute rows of one key/value head with their keys, or with one of `splits` parts of these.
 
-        Writes the combined output [b, n, s, D] if there is a `p_output`; the maps' outputs [splits, b, n, H, D] and the
-        logarithms of their sums [splits, b, n, H] if there are such pointers.
+        Stores the combined output [b, n, s, D], the maps' outputs [splits, b, n, H, D] and the logarithms of their
+        softmaxes' sums [splits, b, n, H], each if its pointer is given.
         """
         batch, kv_head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
         split = tl.program_id(0) % splits
@@ -177,7 +179,7 @@ if HAS_TRITON:
                 if part == 1:
                     inside, seen1, seen2 = None, None, None
                 else:
-                    inside = key + columns < last  # beyond it there may be anything
+                    inside = key + columns < last  # memory beyond it may contain anything
                     seen1 = (key + columns >= start1[:, None]) & (key + columns < end1[:, None])
                     seen2 = (key + columns >= start2[:, None]) & (key + columns < end2[:, None])
                 p_key_tile = p_key + tl.cast(key, tl.int64) * stride_kn
@@ -201,7 +203,7 @@ if HAS_TRITON:
         if p_output is not None:
             index1 = index1 * SIGNALS + signals
             b_lambda = tl.load(p_lambda + index1 * stride_lambda)
-            if BLOCK_R > 1:  # the noise's output beside that of each signal
+            if BLOCK_R > 1:  # puts the noise's output beside each signal's
                 b_output2 = tl.broadcast_to(b_output2[:, None, :], [BLOCK_M, BLOCK_R, BLOCK_D])
                 b_output2 = tl.reshape(b_output2, [BLOCK_M * BLOCK_R, BLOCK_D])
             store_tile(p_output, index1 * D, kept1, b_output1 - b_lambda[:, None] * b_output2, D, BLOCK_D)
@@ -210,7 +212,7 @@ if HAS_TRITON:
     def merge_splits(
         p_outputs, p_lse, index, count, splits, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr
     ):
-        """One map's output of a row, of the outputs of its splits: their mean, weighted by their softmaxes' sums."""
+        """Merge the outputs of a map's splits in a row: their mean, weighted by their softmaxes' sums."""
         split = tl.arange(0, BLOCK_S)
         offsets = split * count + index
         b_lse = tl.load(p_lse + offsets, mask=split < splits, other=float("-inf"))
@@ -225,9 +227,9 @@ if HAS_TRITON:
         p_outputs, p_lse, p_lambda, p_output, stride_lambda, splits,
         D: tl.constexpr, SIGNALS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     ):  # fmt: skip
-        """One signal's combined output of the outputs that `forward_kernel` wrote for splits and maps."""
+        """Combine one signal's output from the outputs that `forward_kernel` stored for splits and maps."""
         index = tl.program_id(0).to(tl.int64)
-        maps = index // SIGNALS * (SIGNALS + 1)  # the first of its group
+        maps = index // SIGNALS * (SIGNALS + 1)  # the first map of its group
         count = tl.num_programs(0).to(tl.int64) // SIGNALS * (SIGNALS + 1)
         b_output1 = merge_splits(p_outputs, p_lse, maps + index % SIGNALS, count, splits, D, BLOCK_D, BLOCK_S)
         b_output2 = merge_splits(p_outputs, p_lse, maps + SIGNALS, count, splits, D, BLOCK_D, BLOCK_S)
@@ -240,7 +242,7 @@ if HAS_TRITON:
         p_grad, p_outputs, p_delta, count, D: tl.constexpr, SIGNALS: tl.constexpr, BLOCK_D: tl.constexpr,
         BLOCK_M: tl.constexpr,
     ):  # fmt: skip
-        """δ of signals and δ_noise, [2, b, n, s]: sums over D of dO times a signal's output, and times its noise's."""
+        """Compute δ of signals and δ_noise, [2, b, n, s]: Σ over D of dO times a signal's output, and its noise's."""
         index = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         kept = index < count
         b_grad = load_tile(p_grad, index * D, kept, D, BLOCK_D).to(tl.float32)
@@ -252,7 +254,7 @@ if HAS_TRITON:
 
     @triton.jit
     def softmax_map(b_left, b_right, visible, b_lse, scale):
-        """P of one map, queries left and keys right, or transposed: keys left and queries right."""
+        """Compute P of one map, with queries left and keys right, or transposed, with keys left and queries right."""
         b_exponents = tl.dot(b_left, tl.trans(b_right), input_precision="ieee") * scale - b_lse
         if visible is not None:
             b_exponents = tl.where(visible, b_exponents, float("-inf"))
@@ -260,7 +262,7 @@ if HAS_TRITON:
 
     @triton.jit
     def map_gradient(b_left, b_right, visible):
-        """dP of one map, queries left and values right, or transposed; 0 where it is not visible, NaN though it be."""
+        """Compute dP of one map, with dO left and values right, or transposed; 0 where not visible, even for NaN."""
         b_grad_map = tl.dot(b_left, tl.trans(b_right), input_precision="ieee")
         if visible is not None:
             b_grad_map = tl.where(visible, b_grad_map, 0.0)
@@ -274,7 +276,7 @@ if HAS_TRITON:
         D: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr, SIGNALS: tl.constexpr, BLOCK_D: tl.constexpr,
         BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ):  # fmt: skip
-        """dQ of rows of one key/value head, zeros in the halves of V1's queries that are padding.
+        """Compute dQ of rows of one key/value head, zeros in the padded halves of V1's queries.
 
         dS_noise = -P_noise∘(dP_noise - Σ λ δ_noise), where dP_noise = (Σ λ dO) Vᵀ is a product of its own; but if
         there is one signal, it is -λ P_noise∘(dP - δ_noise), with that signal's dP.
@@ -303,7 +305,7 @@ if HAS_TRITON:
         b_delta2 = tl.load(p_delta + index1 + count)
         b_lambda = tl.load(p_lambda + index1 * stride_lambda)
         if SIGNALS > 1:
-            b_grad2 = tl.reshape(b_lambda[:, None] * b_grad, [BLOCK_M, BLOCK_R, BLOCK_D])  # zeros where none are kept
+            b_grad2 = tl.reshape(b_lambda[:, None] * b_grad, [BLOCK_M, BLOCK_R, BLOCK_D])  # 0 in rows that do not exist
             b_grad2 = tl.sum(b_grad2, 1).to(b_grad.dtype)
             b_delta2 = tl.where(kept1, b_lambda * b_delta2, 0.0)
             b_delta2 = tl.sum(tl.reshape(b_delta2, [BLOCK_M, BLOCK_R]), 1)
@@ -358,7 +360,7 @@ if HAS_TRITON:
         D: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr, SIGNALS: tl.constexpr, BLOCK_D: tl.constexpr,
         BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     ):  # fmt: skip
-        """dK and dV of a block of keys, from all rows of their groups that see one of them, signal by signal.
+        """Compute dK and dV of a block of keys from all rows that see one of them, signal by signal.
 
         Maps are transposed here, [BLOCK_N, BLOCK_M], for the products with dO and with the queries.
         """
@@ -368,7 +370,7 @@ if HAS_TRITON:
         if p_bounds is None:
             first = tl.maximum(first_key - (m - n), 0)
             last = n
-            all_first = tl.maximum(first_key + BLOCK_N - 1 - (m - n), 0)  # from this token on all see all
+            all_first = tl.maximum(first_key + BLOCK_N - 1 - (m - n), 0)  # all tokens from this one on see all keys
         else:
             first, last = n, 0
             for token in range(0, n, BLOCK_TOKENS):
@@ -409,7 +411,7 @@ if HAS_TRITON:
                 queries = tokens.to(tl.int64) * stride_qn + groups * (SIGNALS + 1) * stride_qh
                 p_lse_group = p_lse + index * (SIGNALS + 1)
                 b_query2 = load_tile(p_query + (D - W), queries + SIGNALS * stride_qh, kept, W, BLOCK_W)
-                b_lse = tl.load(p_lse_group + SIGNALS, mask=kept, other=float("inf"))  # with which a map is 0
+                b_lse = tl.load(p_lse_group + SIGNALS, mask=kept, other=float("inf"))  # which makes a map 0
                 b_map2 = softmax_map(b_key2, b_query2, visible, b_lse[None, :], scale)
                 b_grad_scores2 = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                 for signal in range(SIGNALS):
@@ -610,7 +612,7 @@ def _backward(
     scaling: float,
     signals_per_noise: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys, values and λ."""
+    """Compute the gradients of queries, keys, values and λ."""
     grads = _empty_gradients(query, key, differential_lambda)
     grad_query, grad_key, grad_value, _ = grads
     b, n, signals, d = grad.shape
@@ -651,7 +653,7 @@ def _backward(
 def _empty_gradients(
     query: torch.Tensor, key: torch.Tensor, differential_lambda: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of queries, keys, values and λ; heads lie beside each other in memory, as a projection makes them."""
+    """Allocate the gradients of queries, keys, values and λ, with adjacent heads as in projections' memory layout."""
     like_query, like_key, like_value = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (query, key, key))
     return like_query, like_key, like_value, differential_lambda.new_empty(differential_lambda.shape)
 
@@ -697,8 +699,9 @@ def triton_attention(
     scaling: float,
     signals_per_noise: int,
 ) -> torch.Tensor:
-    """Differential attention, (softmax(Q1 K1ᵀ·scaling) - λ softmax(Q2 K2ᵀ·scaling)) V (arXiv 2410.05258, equation 1),
-    where r signals Q1 share one noise Q2 (arXiv 2510.06949).
+    """Compute (softmax(Q1 K1ᵀ·scaling) - λ softmax(Q2 K2ᵀ·scaling)) V (arXiv 2410.05258, equation 1).
+
+    r signals Q1 share one noise Q2 (arXiv 2510.06949).
 
     Inputs may have any strides if the last dimension is contiguous. Keys and values outside of the intervals of all
     queries have no effect, even if they are NaN.
