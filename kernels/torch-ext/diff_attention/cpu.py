@@ -180,7 +180,7 @@ class BlockedGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(gradient: torch.Tensor, *call: Any) -> tuple[torch.Tensor, ...]:
-        """Compute gradients of query, key, value and λ from the output's, [b, n, s, D], and `AttentionLayout`'s arguments."""
+        """Compute gradients of query, key, value and λ from the output's [b, n, s, D] and the forward's arguments."""
         query, key, value, differential_lambda, _, map_dim, scaling, r = call
         layout = AttentionLayout(*call)
         groups, width = layout.shape[2], layout.shape[5]
