@@ -157,7 +157,7 @@ def completions(
             max_new_tokens=max_new_tokens,
             do_sample=False,
             num_beams=1,
-            repetition_penalty=1.0,  # a checkpoint's own settings may penalise the repetition that a probe asks for
+            repetition_penalty=1.0,  # a checkpoint's own settings may penalize the repetition that a probe asks for
             no_repeat_ngram_size=0,
             pad_token_id=pad,
             stopping_criteria=[ended] if stop else None,

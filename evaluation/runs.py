@@ -89,7 +89,7 @@ class Outcome:
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """Serialise as JSON. NaN and infinities, which JSON lacks, become strings that `float` can read: nan, inf, -inf."""
+    """Serialize as JSON. NaN and infinities, which JSON lacks, become strings that `float` can read: nan, inf, -inf."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):

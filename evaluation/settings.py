@@ -162,7 +162,7 @@ class OutliersSettings(Settings, command="outliers", paper="section 3.7, table 5
 
 @dataclass(kw_only=True)
 class LogitBitsSettings(Settings, command="logit-bits", paper="section 3.7, figure 8"):
-    """Accuracy with attention logits quantised to 16, 8, 6 and 4 bits."""
+    """Accuracy with attention logits quantized to 16, 8, 6 and 4 bits."""
 
     task: Annotated[MultipleChoiceTask, typer.Option(help="Data set with the questions.")] = "hellaswag"
     items: Annotated[int, typer.Option(min=1, help="Maximum number of questions, drawn at random.")] = 500

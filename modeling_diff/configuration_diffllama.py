@@ -128,9 +128,9 @@ class DifferentialLlamaConfig(PreTrainedConfig):
         lambda_init (`"exponential"`, a `float` in (0, 1) or a list, defaults to `"exponential"`): λ_init, V1 only.
             `"exponential"` is 0.8 - 0.6·exp(-0.3·l) for layer l = 0, 1, …; a number applies to all layers (ablation);
             a list has a finite number for each layer.
-        lambda_std_dev (`float`, defaults to 0.1): Standard deviation of the four λ vectors at initialisation, V1 only.
+        lambda_std_dev (`float`, defaults to 0.1): Standard deviation of the four λ vectors at initialization, V1 only.
             Its square is at most 14/√d, so that λ is finite in float32.
-        head_norm (`bool`, defaults to `True`): Whether to normalise the output of each head, V1 only. `False` (the
+        head_norm (`bool`, defaults to `True`): Whether to normalize the output of each head, V1 only. `False` (the
             paper's ablation) also drops the factor (1 - λ_init), which scales the norm's output.
         head_norm_affine (`bool`, defaults to `True`): Whether the head norm has a learned weight.
         head_norm_eps (`float`, defaults to 1e-5): ε of the head norm. Other norms have `rms_norm_eps` (1e-6).
@@ -233,7 +233,7 @@ class DifferentialLlamaConfig(PreTrainedConfig):
         has |= {"head_norm": v1 and self.head_norm and self.head_norm_affine}
         has |= dict.fromkeys(("q_norm", "k_norm"), self.use_qk_norm)
         self.base_model_tp_plan = {k: v for k, v in plan.items() if has.get(k.rpartition(".")[2], True)}
-        if self.hidden_act == "poly_norm":  # it normalises over the whole width, which must not be split
+        if self.hidden_act == "poly_norm":  # it normalizes over the whole width, which must not be split
             whole = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
             self.base_model_tp_plan |= {k: whole[v] for k, v in self.base_model_tp_plan.items() if ".mlp." in k}
 

@@ -269,7 +269,7 @@ class DiffLlamaDecoderLayer(GradientCheckpointingLayer):
 
 
 class DifferentialLlamaPreTrainedModel(PreTrainedModel):
-    """Base class of all differential Llama models: initialisation and supported features."""
+    """Base class of all differential Llama models: initialization and supported features."""
 
     config_class = DiffLlamaConfig
     base_model_prefix = "model"

@@ -27,7 +27,7 @@ FORMATS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".p
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 BATCH = 1_000_000
-"""Approximate number of characters that are tokenised together."""
+"""Approximate number of characters that are tokenized together."""
 
 PACKING = 1
 """Version of `pack`. Increase it when the same text gives other sequences: runs of earlier versions cannot resume."""
@@ -71,7 +71,7 @@ def read_documents(
 ) -> Iterator[str]:
     """Stream documents from disk or the Hub.
 
-    A text file is one document. It is tokenised as a whole, which takes about 150 times its size in memory, so large
+    A text file is one document. It is tokenized as a whole, which takes about 150 times its size in memory, so large
     texts should be rows of a `.jsonl`.
 
     Args:
@@ -126,13 +126,13 @@ def pack(
 ) -> Iterator[dict[str, list[int]]]:
     """Pack documents into sequences of `length` tokens.
 
-    Each document is tokenised and ends with the EOS token. Tokens that do not fill the last sequence, or come after
+    Each document is tokenized and ends with the EOS token. Tokens that do not fill the last sequence, or come after
     `max_tokens`, are dropped. Documents without text are skipped.
 
     Raises:
         ValueError: all texts together are shorter than a sequence.
     """
-    stream = islice(chain.from_iterable(tokenised(documents, tokenizer)), max_tokens)
+    stream = islice(chain.from_iterable(tokenized(documents, tokenizer)), max_tokens)
     empty = True
     while len(ids := list(islice(stream, length))) == length:
         yield {"input_ids": ids}
@@ -141,7 +141,7 @@ def pack(
         raise too_short(length, len(ids))
 
 
-def tokenised(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+def tokenized(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
     """Yield the tokens of batches of about `BATCH` characters, with the EOS token after each document."""
     end = tokenizer.eos_token_id
 
@@ -217,7 +217,7 @@ def load_packed_dataset(
 ) -> Dataset:
     """Pack text into sequences for a causal language model, as a memory-mapped dataset.
 
-    The first call tokenises and packs the text, with a progress bar. Later calls with the same text, tokenizer and
+    The first call tokenizes and packs the text, with a progress bar. Later calls with the same text, tokenizer and
     length load the result from the cache of `datasets`.
 
     Args:
@@ -301,7 +301,7 @@ class PackedStream(IterableDataset):
             if row_state is not None:
                 rows.load_state_dict(row_state)
             empty = row_state is None
-            for tokens in tokenised(iter_column(rows, self.column), self.tokenizer):
+            for tokens in tokenized(iter_column(rows, self.column), self.tokenizer):
                 rest += tokens
                 start = min(skip, len(rest))
                 skip -= start
@@ -322,5 +322,5 @@ class PackedStream(IterableDataset):
         while len(self.states) > 1 and self.states[1]["sequences"] <= sequences:
             del self.states[0]
         state = self.states[0]
-        left_out = (sequences - state["sequences"]) * self.length  # tokens of the documents that are tokenised next
+        left_out = (sequences - state["sequences"]) * self.length  # tokens of the documents that are tokenized next
         return state | {"sequences": sequences, "skip": state["skip"] + left_out}

@@ -300,7 +300,7 @@ def train(
         probe = evaluated[0]
         arguments.ignore_data_skip = True  # the stream restores its position itself
     else:
-        with arguments.main_process_first(desc="tokenising"):
+        with arguments.main_process_first(desc="tokenizing"):
             sequences = load_packed_dataset(tokenizer, length, cache_dir=data.get("cache_dir"), **source)
         trained = len(sequences) - held_out
         if trained < 1:

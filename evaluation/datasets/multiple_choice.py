@@ -41,7 +41,7 @@ def read(task: str, source: Source) -> list[Item]:
     """Read the items of a task.
 
     The prompts are the LM Evaluation Harness's with two differences, which the files have: a passage of BoolQ begins
-    with "Passage: ", and the last words of HellaSwag's contexts are not capitalised.
+    with "Passage: ", and the last words of HellaSwag's contexts are not capitalized.
 
     Args:
         task: one of `TASKS`.

@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Documents for summarisation and question answering."""
+"""Documents for summarization and question answering."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ SUMMARIES = get_args(SummaryTask)
 
 @dataclass(frozen=True)
 class Document:
-    """A text, a question about it (empty for summarisation), and the reference summary or answer."""
+    """A text, a question about it (empty for summarization), and the reference summary or answer."""
 
     text: str
     question: str

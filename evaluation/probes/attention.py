@@ -81,7 +81,7 @@ class AttentionToAnswer(AttentionToAnswerSettings, Probe[Passage]):
     are `noise`. The BOS token, the sentence before the text, the question and the beginning of its answer are `other`.
 
     Maps are averaged over heads and layers (as the authors write in microsoft/unilm, issue 1654) and then divided by
-    their sum, so that the three parts sum to 1. The paper calls its scores normalised and prints no formula. The rows
+    their sum, so that the three parts sum to 1. The paper calls its scores normalized and prints no formula. The rows
     of a differential map A1 - λ·A2 sum to 1 - λ and have both signs, so there are two kinds of shares:
 
     * signed: the parts of the row, divided by its sum. In a plain model these are the attention weights, and an exact

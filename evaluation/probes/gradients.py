@@ -44,7 +44,7 @@ def norms(model: PreTrainedModel) -> dict[str, list[float]]:
 
 
 class Gradients(GradientsSettings, ModelPairProbe[torch.Tensor]):
-    """Gradient norms at initialisation and in early training, averaged over the layers.
+    """Gradient norms at initialization and in early training, averaged over the layers.
 
     The paper derives that the gradients of differential attention have the magnitude of those of softmax attention, so
     that a DIFF Transformer trains with a Transformer's hyperparameters. Here both start from the same seed and see the

@@ -97,7 +97,7 @@ class Hallucination(HallucinationSettings, Probe[Document]):
         """Return the token ids of the prompt."""
         task = "Answer the question from the document alone."
         if not document.question:
-            task = "Summarise the document in a few sentences."
+            task = "Summarize the document in a few sentences."
         text = f"{task}\n\nDocument: {text_and_question(document)}"
         if self.chat:
             return loaded.chat(text)

@@ -33,7 +33,7 @@ class InContext(InContextSettings, Probe[Trial]):
 
     Prompts and decoding are those of Bertsch et al. (arXiv 2405.00200), whose protocol the paper follows: `Question: …`
     and `Type: …` for each demonstration, then a question without its type, and greedy decoding constrained to the names
-    of the classes. Each demonstration is tokenised separately. Training examples whose text is also a test question are
+    of the classes. Each demonstration is tokenized separately. Training examples whose text is also a test question are
     left out, and so are CLINC150's out-of-scope texts.
     """
 

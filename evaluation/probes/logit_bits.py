@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Accuracy of a model whose attention logits are quantised."""
+"""Accuracy of a model whose attention logits are quantized."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -23,20 +23,20 @@ from diffllama.modeling_diff.differential_attention import at_least_float32
 
 
 BITS = (16, 8, 6, 4)
-"""Numbers of bits, as in the paper. 16 bits is the unquantised model."""
+"""Numbers of bits, as in the paper. 16 bits is the unquantized model."""
 
 ITEMS_AT_ONCE = 128
 """Items scored before their outcomes are stored. Many items make large batches of answers of equal length."""
 
 
-def quantised(values: torch.Tensor, largest: torch.Tensor, bits: int) -> torch.Tensor:
+def quantized(values: torch.Tensor, largest: torch.Tensor, bits: int) -> torch.Tensor:
     """Round values to 2^bits - 1 equidistant levels from -`largest` to `largest`."""
     step = largest.clamp_min(1e-30) / (2 ** (bits - 1) - 1)
     return (values / step).round() * step
 
 
-def quantised_attention(call: AttentionCall, bits: int) -> torch.Tensor:
-    """Compute the call's output [b, n, H, D] with logits quantised by each sequence's own largest magnitude."""
+def quantized_attention(call: AttentionCall, bits: int) -> torch.Tensor:
+    """Compute the call's output [b, n, H, D] with logits quantized by each sequence's own largest magnitude."""
     dtype = at_least_float32(call.query.dtype)
     largest = torch.stack(
         [
@@ -45,27 +45,27 @@ def quantised_attention(call: AttentionCall, bits: int) -> torch.Tensor:
         ]
     ).amax(0)  # [b, 1, 1, 1]
     outputs = [
-        call.output(call.softmax(quantised(call.logits(rows).to(dtype), largest, bits), rows)) for rows in call.blocks()
+        call.output(call.softmax(quantized(call.logits(rows).to(dtype), largest, bits), rows)) for rows in call.blocks()
     ]
     return torch.cat(outputs, dim=1)
 
 
 def log_likelihoods(loaded: LoadedModel, items: Sequence[Item], bits: int, batch_tokens: int) -> list[list[float]]:
-    """Compute the log-likelihoods of each item's answers, with attention logits quantised to `bits` bits."""
+    """Compute the log-likelihoods of each item's answers, with attention logits quantized to `bits` bits."""
     pairs = {
         (item.id, at): pair
         for item in items
         for at, pair in enumerate(zip(item.contexts, item.continuations, strict=True))
     }
-    with watched(loaded.model, partial(quantised_attention, bits=bits)) if bits < 16 else nullcontext():
+    with watched(loaded.model, partial(quantized_attention, bits=bits)) if bits < 16 else nullcontext():
         scores = dict(continuation_log_probs(loaded, pairs, batch_tokens))
     return [[scores[item.id, at] for at in range(len(item.continuations))] for item in items]
 
 
 class LogitBits(LogitBitsSettings, Probe[Item]):
-    """Zero-shot multiple-choice accuracy with dynamic post-training quantisation of the attention logits.
+    """Zero-shot multiple-choice accuracy with dynamic post-training quantization of the attention logits.
 
-    Logits are the scaled scores before the softmax. Absmax quantisation to b bits divides them by their largest
+    Logits are the scaled scores before the softmax. Absmax quantization to b bits divides them by their largest
     magnitude, multiplies by 2^(b-1) - 1 and rounds; they are scaled back before the softmax, in float32. The paper does
     not define the largest magnitude. Here it is that of all logits of a layer in one sequence: over all heads (both
     maps of a differential head) and all pairs of a query and a key that it sees.

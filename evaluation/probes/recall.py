@@ -45,7 +45,7 @@ class Recall(RecallSettings, LongTextProbe[Text]):
 
     AR-hit (associative recall): the token ends an n-gram that occurred earlier in the same text. Others: all other
     tokens but the first, which nothing predicts. Zoology also counts as others the tokens that end an n-gram found more
-    than 1,250 times in the training text, because a model may have memorised it. Here the training text is unknown:
+    than 1,250 times in the training text, because a model may have memorized it. Here the training text is unknown:
     with `frequent`, occurrences are counted in the data's other texts instead. Averages are over tokens; their
     intervals come from resampling the texts.
     """

@@ -174,14 +174,14 @@ def memory(config: PretrainedConfig, context: int, batch: int = 1, dtype: DType 
 
     # Numbers per token that exist at the peak of the attention and of the MLP of a layer. Attention: hidden states
     # (input of the model, of the layer, ...), and the largest of: queries during rotation; queries, outputs of all maps
-    # and, in float32, λ times noise and the differences; queries, and heads during their normalisation in float32.
+    # and, in float32, λ times noise and the differences; queries, and heads during their normalization in float32.
     # MLP: hidden states, and gate, up and their product, or four float32 numbers per input of PolyNorm.
     maps, rotary_dim = config.num_attention_heads, getattr(config, "rotary_dim", head_dim)
     signals, half = getattr(config, "num_signal_heads", 0), own.itemsize < 4
     scaled = maps - signals if getattr(config, "diff_variant", "v2") == "v1" else signals  # V2 has a λ per signal head
     subtracted = 2 * maps + (2 * scaled + 4 * signals if half else scaled + signals)
-    normalised = maps + (6 if half else 3) * signals
-    attention = 3 * config.hidden_size + max(4 * maps * rotary_dim, max(subtracted, normalised) * head_dim)
+    normalized = maps + (6 if half else 3) * signals
+    attention = 3 * config.hidden_size + max(4 * maps * rotary_dim, max(subtracted, normalized) * head_dim)
     inner = 3 if getattr(config, "gated_mlp", True) else 2
     if getattr(config, "hidden_act", None) == "poly_norm":
         inner = 9 if half else 4

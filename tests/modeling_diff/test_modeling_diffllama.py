@@ -561,7 +561,7 @@ def test_float64_model_is_exact_up_to_its_rotary_tables(variant: str) -> None:
     assert relative_error(logits, true_logits(model, input_ids, given, torch.float64)) <= 1e-13
 
 
-class TestInitialisation:
+class TestInitialization:
     @staticmethod
     def model(variant: str) -> DiffLlamaForCausalLM:
         torch.manual_seed(0)

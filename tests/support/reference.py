@@ -64,7 +64,7 @@ def attention(
     """Compute multi-head differential attention of one sequence.
 
     As many heads share a noise query as there are heads for each of the `noise_heads` (by default, one): their queries
-    come first, then the noise's. Queries and keys are normalised if there are weights for it, and rotated unless
+    come first, then the noise's. Queries and keys are normalized if there are weights for it, and rotated unless
     `theta` is `None`. With a window, a token sees only the last `window` of what is visible to it, itself among them.
     λ_init is the paper's unless `lambda_start` is given.
 

@@ -100,7 +100,7 @@ def key_intervals(mask: torch.Tensor, may_have_holes: bool = True) -> torch.Tens
 
     Args:
         mask: true where a query sees a key.
-        may_have_holes: whether to check for holes. The check synchronises a GPU and is not possible in compiled code.
+        may_have_holes: whether to check for holes. The check synchronizes a GPU and is not possible in compiled code.
 
     Returns:
         The intervals, or `None` if a query sees keys on both sides of one that it does not see (compiled: may see).

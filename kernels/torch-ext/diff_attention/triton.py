@@ -125,7 +125,7 @@ if HAS_TRITON:
         return b_new_max, b_sum, b_output
 
     @triton.jit
-    def normalised(b_max, b_sum, b_output, scale):
+    def normalized(b_max, b_sum, b_output, scale):
         """Return a map's output, and the logarithm of its sum to base 2; 0 and -∞ for rows that saw no key."""
         b_sum = tl.where(b_sum > 0, b_sum, 1.0)
         return b_output / b_sum[:, None], b_max * scale + tl.log2(b_sum)
@@ -190,8 +190,8 @@ if HAS_TRITON:
                 b_max1, b_sum1, b_output1 = attend(b_query1, b_key1, b_value, seen1, b_max1, b_sum1, b_output1, scale)
                 b_max2, b_sum2, b_output2 = attend(b_query2, b_key2, b_value, seen2, b_max2, b_sum2, b_output2, scale)
 
-        b_output1, b_lse1 = normalised(b_max1, b_sum1, b_output1, scale)
-        b_output2, b_lse2 = normalised(b_max2, b_sum2, b_output2, scale)
+        b_output1, b_lse1 = normalized(b_max1, b_sum1, b_output1, scale)
+        b_output2, b_lse2 = normalized(b_max2, b_sum2, b_output2, scale)
         if p_outputs is not None:
             count = tl.num_programs(2).to(tl.int64) * n * tl.num_programs(1) * GROUPS
             maps1 = (split * count + index1) * (SIGNALS + 1) + signals

@@ -1,4 +1,4 @@
-"""Files of documents with questions, or to summarise."""
+"""Files of documents with questions, or to summarize."""
 
 import json
 from pathlib import Path

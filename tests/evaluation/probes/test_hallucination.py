@@ -15,8 +15,8 @@ from support.probe_runs import run_probe
 from support.rule_based_lm import rule_based_lm
 
 
-def summariser(known: int) -> LoadedModel:
-    """Summarise "There are N birds. …" correctly if N < `known`, wrongly above, and not at all from 100 on."""
+def summarizer(known: int) -> LoadedModel:
+    """Summarize "There are N birds. …" correctly if N < `known`, wrongly above, and not at all from 100 on."""
 
     def answer(text: str) -> str:
         number = int(text.rpartition("There are ")[2].partition(" ")[0])
@@ -67,7 +67,7 @@ def measured(tmp_path: Path, endpoint: FakeJudge) -> Measured:
 
 
 def test_accuracy_is_fraction_of_supported_summaries(measured: Measured, endpoint: FakeJudge, tmp_path: Path) -> None:
-    report = measured(summariser(14))
+    report = measured(summarizer(14))
     assert [row["condition"] for row in report.rows] == [{"judge": "gpt-4o"}]
     assert report.rows[0]["samples"] == 8
     assert mean(report, judge="gpt-4o") == {"accuracy": 4 / 8, "unreadable": 0, "empty": 2 / 8}
@@ -93,7 +93,7 @@ def test_judges_that_differ_have_accuracy_agreement_and_kappa(measured: Measured
 
     endpoint.rule = rule
     judges = ["strict", "kind", "vague"]
-    report = measured(summariser(14), summariser(99), judge_model=judges)
+    report = measured(summarizer(14), summarizer(99), judge_model=judges)
     assert [mean(report, judge=name)["accuracy"] for name in judges] == [4 / 8, 6 / 8, 3 / 8]
     assert [mean(report, judge=name)["unreadable"] for name in judges] == [0, 0, 1 / 8]
     assert [mean(report, 1, judge=name)["accuracy"] for name in judges] == [6 / 8, 6 / 8, 5 / 8]
@@ -112,7 +112,7 @@ def test_agreement_is_over_documents_that_all_models_respond_to(measured: Measur
     """One model gives no response to the last two documents, the other gives the first's summary for all."""
     endpoint.rule = lambda body, count: "Conclusion: True" if body["model"] == "kind" else strict(body, count)
     other = rule_based_lm(lambda text: "\nThere are 10 birds.\n\n", after="\n\nSummary:")
-    report = measured(summariser(14), other, judge_model=["strict", "kind"])
+    report = measured(summarizer(14), other, judge_model=["strict", "kind"])
     assert report.select(judge="all judges")[0]["samples"] == 6
     for model, (observed, true) in enumerate([(4 / 6, 10 / 12), (1 / 6, 7 / 12)]):
         chance = true**2 + (1 - true) ** 2
@@ -122,7 +122,7 @@ def test_agreement_is_over_documents_that_all_models_respond_to(measured: Measur
 
 def test_same_judge_named_twice_is_numbered_and_compared(measured: Measured, endpoint: FakeJudge) -> None:
     endpoint.rule = lambda body, count: f"Conclusion: {count % 2 == 0 or 'There are 10' in str(body)}"
-    report = measured(summariser(99), judge_model=["one", "one"])
+    report = measured(summarizer(99), judge_model=["one", "one"])
     assert [row["condition"]["judge"] for row in report.rows] == ["one (1)", "one (2)", "all judges"]
     assert [mean(report, judge=f"one ({number})")["accuracy"] for number in (1, 2)] == [6 / 8, 1 / 8]
     assert mean(report, judge="all judges")["agreement"] == pytest.approx(1 / 6)
@@ -131,13 +131,13 @@ def test_same_judge_named_twice_is_numbered_and_compared(measured: Measured, end
 def test_judge_failing_midway_is_asked_only_for_the_rest(measured: Measured, endpoint: FakeJudge) -> None:
     endpoint.rule = lambda body, count: strict(body, count) if count < 4 else (401, "no credit")
     with pytest.raises(ConnectionError, match="rejected the request: 401 Unauthorized, no credit"):
-        measured(summariser(14))
+        measured(summarizer(14))
     before = len(endpoint.bodies)
     endpoint.rule = strict
-    report = measured(summariser(14))
+    report = measured(summarizer(14))
     assert (before, len(endpoint.bodies)) == (5, 5 + 2)
     assert mean(report, judge="gpt-4o")["accuracy"] == 4 / 8
-    assert measured(summariser(14)).rows == report.rows
+    assert measured(summarizer(14)).rows == report.rows
     assert len(endpoint.bodies) == 7
 
 

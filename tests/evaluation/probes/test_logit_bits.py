@@ -15,8 +15,8 @@ from diffllama.evaluation.probes.logit_bits import (
     BITS,
     LogitBits,
     log_likelihoods,
-    quantised,
-    quantised_attention,
+    quantized,
+    quantized_attention,
 )
 from support.probe_runs import run_probe
 from support.rule_based_lm import RuleBasedLM, byte_tokenizer
@@ -37,15 +37,15 @@ def made_call(scores: torch.Tensor, mask: torch.Tensor | None = None) -> Attenti
 
 def test_values_become_the_nearest_levels() -> None:
     values = torch.tensor([7.0, -3.4, 2.6, 0.4, -0.6, -7.0])
-    assert quantised(values, torch.tensor(7.0), 4).tolist() == [7, -3, 3, 0, -1, -7]
-    assert quantised(values / 4, torch.tensor(7.0) / 4, 4).tolist() == [1.75, -0.75, 0.75, 0, -0.25, -1.75]
-    assert quantised(torch.zeros(2), torch.zeros(1), 4).tolist() == [0, 0]
+    assert quantized(values, torch.tensor(7.0), 4).tolist() == [7, -3, 3, 0, -1, -7]
+    assert quantized(values / 4, torch.tensor(7.0) / 4, 4).tolist() == [1.75, -0.75, 0.75, 0, -0.25, -1.75]
+    assert quantized(torch.zeros(2), torch.zeros(1), 4).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("bits", [8, 6, 4])
 def test_error_is_at_most_half_a_step(bits: int) -> None:
     values = torch.linspace(-5, 5, 100_001, dtype=torch.float64)
-    found = quantised(values, values.abs().max(), bits)
+    found = quantized(values, values.abs().max(), bits)
     assert (found - values).abs().max() == pytest.approx(5 / (2 ** (bits - 1) - 1) / 2, rel=1e-2)
     assert len(found.unique()) == 2**bits - 1
 
@@ -56,15 +56,15 @@ def test_scale_is_of_all_that_a_sequence_sees() -> None:
     scores = torch.tensor([1.2, -0.8, 7 / 3])
     seen = torch.tensor([[1.0, hidden, hidden], [2.0, -2.0, hidden], [4.0, -2.0, 7.0]])
     expected = seen.softmax(-1)[None, :, None]
-    torch.testing.assert_close(quantised_attention(made_call(scores[None, None]), 4), expected)
+    torch.testing.assert_close(quantized_attention(made_call(scores[None, None]), 4), expected)
 
     # another sequence changes nothing and has its own step: for twice the scores, twice the step
-    both = quantised_attention(made_call(torch.stack([scores, 2 * scores])[:, None]), 4)
+    both = quantized_attention(made_call(torch.stack([scores, 2 * scores])[:, None]), 4)
     torch.testing.assert_close(both[:1], expected)
     torch.testing.assert_close(both[1:], (2 * seen).softmax(-1)[None, :, None])
 
     # another head has the same step: (0.9, -0.6, 1.75), (0.6, -0.4) and 0.3
-    heads = quantised_attention(made_call(torch.stack([scores, scores / 4])[None]), 4)
+    heads = quantized_attention(made_call(torch.stack([scores, scores / 4])[None]), 4)
     small = torch.tensor([[0.0, hidden, hidden], [1.0, 0.0, hidden], [1.0, -1.0, 2.0]])
     torch.testing.assert_close(heads, torch.stack([seen.softmax(-1), small.softmax(-1)], dim=1)[None])
 
@@ -72,7 +72,7 @@ def test_scale_is_of_all_that_a_sequence_sees() -> None:
     mask = torch.ones(3, 3, dtype=torch.bool).tril()[None, None]
     mask[..., 2] = False
     last = torch.tensor([7.0, -5.0, hidden]) * 3.6 / 7  # -2.4 is -4.67 steps
-    found = quantised_attention(made_call(scores[None, None], mask), 4)[0, 2, 0]
+    found = quantized_attention(made_call(scores[None, None], mask), 4)[0, 2, 0]
     torch.testing.assert_close(found, last.softmax(-1))
 
 
@@ -82,9 +82,9 @@ def test_fine_quantisation_and_block_size_change_nothing(kind: str, monkeypatch:
     ids = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         plain = model(ids).logits
-        with watched(model, partial(quantised_attention, bits=24)):
+        with watched(model, partial(quantized_attention, bits=24)):
             torch.testing.assert_close(model(ids).logits, plain, rtol=1e-4, atol=1e-4)
-        with watched(model, partial(quantised_attention, bits=4)):
+        with watched(model, partial(quantized_attention, bits=4)):
             whole = model(ids).logits
             monkeypatch.setattr(attention, "BLOCK_BYTES", 1)
             torch.testing.assert_close(model(ids).logits, whole)
