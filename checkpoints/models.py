@@ -143,9 +143,9 @@ class TransformersSource:
                 "that returns."
             )
         if src.is_dir() and not (src / "config.json").is_file():
-            raise FileNotFoundError(f"{src} has no config.json, so it is not a Transformers checkpoint.")
+            raise FileNotFoundError(f"{src} has no config.json. Name a folder that `save_pretrained` wrote.")
         if not src.is_dir() and not (src.is_file() and src.suffix.lower() == ".gguf"):
-            raise ValueError(f"{src} is neither a folder nor a .gguf file.")
+            raise ValueError(f"{src} is neither a folder nor a .gguf file. Name one with config.json and weights.")
         if src.is_file() and not (is_gguf_available() and is_accelerate_available()):
             raise ImportError(
                 "Reading a GGUF file needs gguf and accelerate. In a clone of diffllama: pip install '.[gguf]'"
@@ -194,10 +194,13 @@ class TransformersSource:
 
     @cached_property
     def gguf_reader(self) -> "GGUFReader":
-        """Metadata and tensors of a GGUF file."""
+        """Metadata and tensors of a GGUF file. Raises `ValueError` for a damaged file."""
         from gguf import GGUFReader
 
-        return GGUFReader(self.src)
+        try:
+            return GGUFReader(self.src)
+        except Exception as error:  # gguf raises many classes for damaged files
+            raise ValueError(f"{self.src} is not a complete GGUF file: {error}. Download it again.") from error
 
     @cached_property
     def gguf_model(self) -> PreTrainedModel:

@@ -57,6 +57,9 @@ def folder_code(folder: Path) -> tuple[dict[str, str], list[tuple[str, str]]]:
             faults.append((path.name, f"on some machines it is the same file as {clashes[0]}"))
         if (folder / module).is_dir():
             faults.append((path.name, "there is a folder of the same name"))
+        if not path.exists():
+            faults.append((path.name, "is missing: `diffllama export` writes it"))
+            continue
         try:
             code[path.name] = path.read_text(encoding="utf-8")
             tree = ast.parse(code[path.name])

@@ -108,6 +108,8 @@ def read_sections(path: Path) -> dict[str, Any]:
         FileNotFoundError: there is no such file.
         ValueError: the file is not YAML, or a field is unknown, missing, invalid or in conflict with another.
     """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not a file. Name a pre-training file, such as examples/pretrain.yaml.")
     try:
         content = read_yaml(path.read_text(encoding="utf-8"))
     except (YAMLError, UnicodeDecodeError) as error:

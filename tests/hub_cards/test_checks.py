@@ -378,7 +378,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "cut weights": (cut("model-00001-of-00004.safetensors"), "model-00001-of-00004.safetensors:weights"),
     "missing code": (
         lambda folder: (folder / "differential_attention.py").unlink(),
-        "differential_attention.py:code: [Errno 2] No such file",
+        "differential_attention.py:code: is missing: `diffllama export` writes it",
     ),
     "more code than the model's": (
         config(auto_map=AUTO_MAP | {"AutoModelForMaskedLM": "a.B"}),

@@ -200,6 +200,7 @@ def gguf_file(file: Path, layers: int = 1) -> Path:
 
 
 UP, Q = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"
+BROKEN_GGUF = r"/x\.gguf is not a complete GGUF file: {}\. Download it again\.$"
 SIZES_IN_FILE = r"`num_hidden_layers` in .*{} must be a whole number from 1 to 10,000, got 1000000"
 LAYER = r"(\s+{}: model\.layers\.{}\.\S+ \[\d+(, 64|, 96)?\]){{9}}$"
 
@@ -276,10 +277,12 @@ REFUSALS = {
         "x.gguf", gguf_file, CheckpointError, r"x\.gguf and its configuration do not match:(\s+missing_keys: \S+){10}$"
     ),
     "no gguf suffix": _file("model.bin", b"GGUF", r"model\.bin is neither a folder nor a \.gguf"),
-    "garbage gguf": _file("x.gguf", b"garbage" * 99, "GGUF magic"),
-    "empty gguf": _file("x.gguf", b"", "empty file"),
-    "cut gguf header": _file("x.gguf", b"GGUF\3\0\0\0\1\0\0\0\0\0\0\0", "buffer|unpack", Exception),
-    "cut gguf tensor": _path("x.gguf", lambda file: _cut(gguf_file(file)), ValueError, "cannot reshape"),
+    "garbage gguf": _file("x.gguf", b"garbage" * 99, BROKEN_GGUF.format("GGUF magic invalid")),
+    "empty gguf": _file("x.gguf", b"", BROKEN_GGUF.format(".*empty file")),
+    "cut gguf header": _file("x.gguf", b"GGUF\3\0\0\0\1\0\0\0\0\0\0\0", BROKEN_GGUF.format(".+")),
+    "cut gguf tensor": _path(
+        "x.gguf", lambda file: _cut(gguf_file(file)), ValueError, BROKEN_GGUF.format("cannot reshape .*")
+    ),
     "a pipe": _path("pipe.gguf", os.mkfifo, ValueError, r"pipe\.gguf is neither a folder nor a \.gguf file"),
     "a loop of links": _path(
         "loop", lambda link: link.symlink_to("loop"), FileNotFoundError, "loop is a link to loop, which does not exist"

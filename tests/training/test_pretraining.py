@@ -591,7 +591,7 @@ for name in ("nonesuch.yaml", "early.yaml"):
 print({"torch", "transformers", "datasets"} & set(sys.modules))
 """
     missing, mistake, imported = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
-    assert missing == "[Errno 2] No such file or directory: 'nonesuch.yaml'"
+    assert missing == "nonesuch.yaml is not a file. Name a pre-training file, such as examples/pretrain.yaml."
     assert mistake.endswith("`data`: there is no field `file`; did you mean `files`?")
     assert imported == "set()"
 
