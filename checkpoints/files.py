@@ -101,11 +101,12 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def locked(folder: Path, instead: str) -> Iterator[None]:
-    """Lock a folder for this run. Creates the folder, and removes it if it is empty at the end.
+    """Lock a folder for this run. Creates it with its parents, and removes those folders that are empty at the end.
 
     The operating system releases the lock when its process ends, also when it is killed. Raises `ValueError` with the
     advice `instead` if another living process has locked it.
     """
+    created = [path for path in folder.parents if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock", timeout=0)
     try:
@@ -119,7 +120,8 @@ def locked(folder: Path, instead: str) -> Iterator[None]:
             (folder / ".lock").unlink()
         lock.release()
         with suppress(OSError):  # not empty
-            folder.rmdir()
+            for path in (folder, *created):
+                path.rmdir()
 
 
 def check_space(nbytes: int, dest: Path) -> None:
