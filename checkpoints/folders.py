@@ -145,11 +145,11 @@ def check_free(dest: Path, overwrite: bool) -> None:
         raise FileExistsError(
             f"{dest} contains a repository ({repository}). Name another folder, or move the repository."
         )
+    if not (dest / "config.json").is_file():
+        raise FileExistsError(f"{dest} is not empty and no model folder: it has no config.json. Name another folder.")
     if not overwrite:
         others = other_files(dest)
         more = f" These files do not belong to a model and would be lost: {listed(others)}." * bool(others)
         raise FileExistsError(
             f"{dest} exists and is not empty. Name another folder or overwrite it with --overwrite.{more}"
         )
-    if not (dest / "config.json").is_file():
-        raise FileExistsError(f"{dest} has no config.json, so it is not a model folder and is not overwritten.")

@@ -24,7 +24,10 @@ def check_conversion(
 ) -> None:
     """Raise `ValueError` if no conversion exists for these arguments of `convert`."""
     if (source is None) == (target is None):
-        raise ValueError(f"Give `source` (one of {', '.join(SOURCES)}) or `target` (one of {', '.join(TARGETS)}).")
+        both = "" if source is None else f", not both, got {source!r} and {target!r}"
+        raise ValueError(
+            f"Give `source` (one of {', '.join(SOURCES)}) or `target` (one of {', '.join(TARGETS)}){both}."
+        )
     if source is not None and source not in SOURCES:
         raise ValueError(f"Unknown source {source!r}. Known: {', '.join(SOURCES)}.")
     if target is not None and target not in TARGETS:

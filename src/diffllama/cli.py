@@ -102,11 +102,12 @@ def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="Folder, file, or repository owner/name of the Hub.")],
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="Folder to create.")],
     source: Annotated[
-        Source | None, typer.Option("--from", metavar="NAME", help="Format of SRC, see above; DEST is for diffllama.")
+        Source | None,
+        typer.Option("--from", metavar="NAME", help="Format of SRC, see above. DEST is a diffllama folder."),
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option("--to", metavar="NAME", help=f"Format of DEST: {', '.join(TARGETS)}; SRC is for diffllama."),
+        typer.Option("--to", metavar="NAME", help=f"Format of DEST: {', '.join(TARGETS)}; SRC is a diffllama folder."),
     ] = None,
     variant: Annotated[
         Variant | None, typer.Option(help="With --from llama: v2 (exact, the default) or v1 (a warm start).")
@@ -126,7 +127,7 @@ def convert(
     ] = "auto",
     verify: Annotated[
         bool | None,
-        typer.Option("--verify/--no-verify", help="Compare both models' logits. Default: if both fit into memory."),
+        typer.Option("--verify/--no-verify", help="Compare both models' logits. Default: if free memory suffices."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DEST if it is a model folder.")] = False,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Maximum size of a weight file.")] = "5GB",
@@ -142,7 +143,7 @@ def convert(
     --from transformers  transformers' own diffllama -> V1
     --from unilm-v1      microsoft/unilm's modules -> V1
     --from unilm-v2      microsoft/unilm's modules -> V2
-    --to NAME            the opposite direction
+    --to NAME            diffllama -> another format
 
     A folder for diffllama also loads without this package, with trust_remote_code=True. DEST is written completely or
     not at all.
@@ -183,14 +184,19 @@ def convert(
 
 License = Annotated[str | None, typer.Option("--license", help="Licence, as a Hub identifier such as apache-2.0.")]
 BaseModel = Annotated[
-    list[str] | None, typer.Option("--base-model", help="Base model on the Hub: owner/name. May be repeated.")
+    list[str] | None,
+    typer.Option("--base-model", metavar="REPO", help="Base model on the Hub: owner/name. May be repeated."),
 ]
 Dataset = Annotated[
-    list[str] | None, typer.Option("--dataset", help="Training dataset on the Hub: owner/name. May be repeated.")
+    list[str] | None,
+    typer.Option("--dataset", metavar="REPO", help="Training dataset on the Hub: owner/name. May be repeated."),
 ]
-Language = Annotated[list[str] | None, typer.Option("--language", help="Language, such as en. May be repeated.")]
+Language = Annotated[
+    list[str] | None, typer.Option("--language", metavar="CODE", help="Language, such as en. May be repeated.")
+]
 Results = Annotated[
-    list[Path] | None, typer.Option("--results", help="lm-eval result file, or a folder of them. May be repeated.")
+    list[Path] | None,
+    typer.Option("--results", metavar="PATH", help="lm-eval result file, or a folder of them. May be repeated."),
 ]
 Allow = Annotated[
     list[str] | None,
@@ -397,7 +403,7 @@ def memory(
     """Estimate the memory that a model needs to generate text: weights, KV cache and activations.
 
     Activations are those of a prefill of all prompts at once, with any attention function but eager. Engines with
-    chunked prefill need less. They reserve the KV cache in advance; it holds its size divided by the bytes per token.
+    chunked prefill need less. They preallocate the KV cache; its capacity in tokens is its size / the bytes per token.
     """
     from diffllama.memory import memory as run  # takes seconds to import
     from diffllama.memory import read_config

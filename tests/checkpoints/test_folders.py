@@ -138,7 +138,7 @@ REFUSED = {
     "a dangling link": (links, "link", "link is not a folder"),
     "below a dangling link": (links, "link/dest", "link is not a folder"),
     "a loop of links": (links, "loop", "loop is not a folder"),
-    "no model": (hide_config, "dest", r"no config\.json.*not overwritten"),
+    "no model": (hide_config, "dest", r"dest is not empty and no model folder: it has no config\.json\. Name another"),
     "the current folder": (lambda root: os.chdir(root / "dest"), "dest", "is the current folder.* folder inside it"),
     "a mount point": (nothing, "/", "is a mount point"),
     **{
@@ -157,8 +157,9 @@ def test_folder_that_is_no_model_is_never_replaced(name: str, dest: Path, monkey
     prepare(dest.parent)
     before = snapshot(dest.parent)
     for check in (check_free, lambda *given: new_folder(*given).__enter__()):
-        with pytest.raises(FileExistsError, match=message):
-            check(dest.parent / place, True)
+        for overwrite in (False, True):  # so that no message advises to overwrite
+            with pytest.raises(FileExistsError, match=message):
+                check(dest.parent / place, overwrite)
     assert snapshot(dest.parent) == before
 
 

@@ -361,7 +361,7 @@ class TestHubFolders:
     ("options", "message"),
     [
         ("", "Give --from (one of llama, transformers, unilm-v1, unilm-v2, motif, perdix) or --to (one of transf"),
-        ("--from llama --to transformers", "Give --from"),
+        ("--from llama --to transformers", "not both, got 'llama' and 'transformers'"),
         ("--to llama", "cannot be converted to 'llama'"),
         (
             "--from llama --gqa-layout repeated",

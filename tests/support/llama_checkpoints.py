@@ -221,6 +221,7 @@ def _nothing(path: Path) -> None:
 
 def _occupied(folder: Path) -> Path:
     (folder / "dest").mkdir(exist_ok=True)
+    (folder / "dest" / "config.json").write_text("an older model")
     (folder / "dest" / "thesis.tex").write_text("years of work")
     return folder / "src"
 
