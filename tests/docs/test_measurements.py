@@ -189,7 +189,7 @@ def sentences() -> dict[str, str]:
     return {
         f"V2 cannot take less than {llama_times}": "README.md",
         f"V2 serves {vllm[0]}, {vllm[1]} and {vllm[2]} of the Llama's requests per second": "README.md",
-        f"`diffllama serve`, it serves {transformers[0]}, {transformers[1]} and {transformers[2]}": "README.md",
+        f"{transformers[0]}, {transformers[1]} and {transformers[2]} in `diffllama serve`": "README.md",
         f"at least {prefill} times the Llama's time for this prefill and {step} for this": "docs/performance.md",
         f"decodes at {decoding[0]} and {decoding[1]} times the Llama's time (target 1.10)": "docs/performance.md",
         f"trains at {trained}": "docs/performance.md",
