@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from typer.main import get_command
 
 from diffllama.evaluation.commands import probes
 from diffllama.evaluation.settings import PROBES
+from support.markdown import parse_tables
 
 
 ROOT = Path(__file__).parents[2]
@@ -39,16 +39,11 @@ def options(line: str) -> dict[str, Any]:
 
 def table(name: str, text: str = TEXT) -> list[tuple[list[str], dict[str, str]]]:
     """Return the rows of a report's table: labels, and numbers by column."""
-    lines = text.partition(f"probe {name} --output")[2].splitlines()
-    start = next(at for at, line in enumerate(lines) if line.startswith("| "))
-    cells = [
-        [cell.strip() for cell in line[1:-1].split("|")]
-        for line in takewhile(lambda line: line.startswith("|"), lines[start:])
-    ]
+    header, *rows = parse_tables(text.partition(f"probe {name} --output")[2])[0]
     numbers = METRICS[name]
-    labels = len(cells[0]) - len(numbers)
-    assert cells[0][labels:] == list(numbers)
-    return [(row[:labels], dict(zip(numbers, row[labels:], strict=True))) for row in cells[2:]]
+    labels = len(header) - len(numbers)
+    assert header[labels:] == list(numbers)
+    return [(row[:labels], dict(zip(numbers, row[labels:], strict=True))) for row in rows]
 
 
 def differences(name: str, text: str = TEXT) -> list[str]:

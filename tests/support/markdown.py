@@ -38,11 +38,19 @@ def commands(page: Path) -> list[tuple[str, str]]:
     return [(re.sub(r"\s+# .*", "", line), title) for line, title in lines]
 
 
+def parse_tables(text: str) -> list[list[list[str]]]:
+    """Return the tables in a text, each as the cells of its header and of its rows."""
+    parsed = []
+    for table in re.findall(r"(?m)(?:^\|.*\|\n)+", text):
+        header, _, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()]
+        parsed.append([header, *rows])
+    return parsed
+
+
 def tables(page: Path, first_column: str) -> list[dict[str, dict[str, str]]]:
     """Return the tables of a page whose first column has this title: row label -> column title -> cell."""
     result = []
-    for text in re.findall(r"(?m)(?:^\|.*\|\n)+", page.read_text(encoding="utf-8")):
-        (first, *columns), _, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines()]
+    for (first, *columns), *rows in parse_tables(page.read_text(encoding="utf-8")):
         if first == first_column:
             result.append({label: dict(zip(columns, cells, strict=True)) for label, *cells in rows})
     return result
