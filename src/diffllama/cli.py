@@ -13,7 +13,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
-import shellingham
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
@@ -451,6 +450,8 @@ def main() -> None:
     debug = "--debug" in arguments[:end]
     arguments = [word for i, word in enumerate(arguments) if word != "--debug" or i > end]
     if len(arguments) == 2 and arguments[0] in ("--install-completion", "--show-completion"):
+        import shellingham
+
         shell = arguments.pop()
         shellingham.detect_shell = lambda: (shell, shell)  # typer takes no name of a shell, it detects it with this
 
