@@ -57,14 +57,12 @@ def folder_code(folder: Path) -> tuple[dict[str, str], list[tuple[str, str]]]:
             faults.append((path.name, f"on some machines it is the same file as {clashes[0]}"))
         if (folder / module).is_dir():
             faults.append((path.name, "there is a folder of the same name"))
-        if not path.exists():
-            faults.append((path.name, "is missing: `diffllama export` writes it"))
-            continue
         try:
             code[path.name] = path.read_text(encoding="utf-8")
             tree = ast.parse(code[path.name])
         except (OSError, ValueError, SyntaxError) as error:
-            faults.append((path.name, str(error)))
+            missing_file = isinstance(error, FileNotFoundError)
+            faults.append((path.name, "is missing: `diffllama export` writes it" if missing_file else str(error)))
             continue
         classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
         missing = [f"has no class {name}" for name in entry_points.get(module, ()) if name not in classes]
