@@ -11,12 +11,14 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from datasets import Dataset, Features, List, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from fsspec.implementations.local import LocalFileSystem
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.file_download import REGEX_COMMIT_HASH
+from huggingface_hub.utils.sha import sha_fileobj
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
@@ -28,6 +30,12 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 BATCH = 1_000_000
 """Approximate number of characters that are tokenized together."""
+
+TOKENS, LABELS = "input_ids", "labels"
+"""Columns of rows that are tokenized already. Labels are optional."""
+
+IGNORED = -100
+"""The label of a token that does not count in the loss."""
 
 PACKING = 1
 """Version of `pack`. Increase it when the same text gives other sequences: runs of earlier versions cannot resume."""
@@ -183,21 +191,30 @@ def resolve_revision(source: dict[str, Any]) -> dict[str, Any]:
         return source
 
 
+def content_sha256(path: Path) -> str:
+    """Compute the hexadecimal SHA-256 of a file."""
+    with path.open("rb") as stream:
+        return sha_fileobj(stream).hex()
+
+
 def fingerprint(tokenizer: PreTrainedTokenizerBase, length: int, max_tokens: int | None = None, **source: Any) -> str:
     """Compute a fingerprint, 32 hexadecimal digits, that differs if `load_packed_dataset` returns other sequences.
 
     The arguments are those of `load_packed_dataset`; add `streaming=True` for a `PackedStream`. Branches and tags are
-    not resolved to commits.
+    not resolved to commits. Files are identified by name and content, so a copy elsewhere has the same fingerprint.
     """
-    files: list[Path] = find_files(source["files"]) if source.get("files") is not None else []
-    if source.get("dataset") and Path(source["dataset"]).exists():
+    identities: list[Any] = []
+    if source.get("files") is not None:
+        identities = [(path.name, content_sha256(path)) for path in find_files(source["files"])]
+    elif source.get("dataset") and Path(source["dataset"]).exists():  # may be too large to read before it is streamed
         files = [path for path in sorted(Path(source["dataset"]).rglob("*")) if path.is_file()]
+        identities = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     fields = DEFAULTS | source
-    del fields["files"]  # "files" below identifies them
+    del fields["files"]  # their content is, wherever they are
     known = {
         "packing": PACKING,
         "source": fields,
-        "files": [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files],
+        "files": identities,
         "tokenizer": [tokenizer.backend_tokenizer.to_str()]
         if tokenizer.is_fast
         else [repr(tokenizer), tokenizer.get_vocab()],
@@ -220,6 +237,9 @@ def load_packed_dataset(
     The first call tokenizes and packs the text, with a progress bar. Later calls with the same text, tokenizer and
     length load the result from the cache of `datasets`.
 
+    With `column="input_ids"`, rows are tokenized already: they have `length` token ids each, and are neither joined nor
+    cut. A second column, `labels`, may have the same ids or -100, for tokens that do not count in the loss.
+
     Args:
         tokenizer: must have an `eos_token`, to end documents.
         length: sequence length in tokens.
@@ -228,15 +248,19 @@ def load_packed_dataset(
         source: arguments of `read_documents`.
 
     Returns:
-        Rows with `input_ids`, [length] in int32.
+        Rows with `input_ids` and, if there are such, `labels`: [length] in int32.
 
     Raises:
-        ValueError: the tokenizer has no `eos_token`, the text is shorter than a sequence, or `read_documents` fails.
+        ValueError: the tokenizer has no `eos_token`, the text is shorter than a sequence, `read_documents` fails, or
+            tokenized rows have another length or other tokens.
     """
     check_tokenizer(tokenizer)
     if max_tokens is not None and max_tokens < length:
         raise ValueError(f"`data.max_tokens` must be at least {length}, the sequence length, got {max_tokens}.")
     source = resolve_revision(source)  # so that the fingerprint is that of the commit that is read
+    if source.get("column") == TOKENS:
+        rows = load_tokenized_rows(len(tokenizer), length, cache_dir, **source)
+        return rows if max_tokens is None else rows.select(range(min(len(rows), max_tokens // length)))
     try:
         return Dataset.from_generator(
             lambda: pack(read_documents(**source), tokenizer, length, max_tokens),
@@ -246,6 +270,48 @@ def load_packed_dataset(
         )
     except DatasetGenerationError as error:
         raise error.__cause__ or error from None
+
+
+def load_tokenized_rows(
+    vocabulary: int,
+    length: int,
+    cache_dir: str | None,
+    files: str | list[str] | None = None,
+    dataset: str | None = None,
+    column: str = TOKENS,
+    name: str | None = None,
+    **options: Any,
+) -> Dataset:
+    """Load rows that are tokenized already, see `load_packed_dataset`. Raises `ValueError` for any others."""
+    if (files is None) == (dataset is None):
+        raise ValueError("`data` needs exactly one of `files` and `dataset`.")
+    try:
+        if dataset is not None:
+            rows = load_dataset(dataset, name, cache_dir=cache_dir, **{"split": "train"} | options)
+        else:
+            assert files is not None
+            paths = find_files(files)
+            loaders = {str(file_format(path)) for path in paths}
+            if len(loaders) > 1:
+                raise ValueError(f"tokenized rows must be in files of one format, got {', '.join(sorted(loaders))}")
+            names = [escape(str(path)) for path in paths]
+            rows = load_dataset(loaders.pop(), data_files=names, split="train", cache_dir=cache_dir)
+        if column not in rows.column_names:
+            raise ValueError(f"there is no column {column}, only {', '.join(rows.column_names)}")
+        columns = [name for name in (TOKENS, LABELS) if name in rows.column_names]
+        rows = rows.select_columns(columns)
+        for batch in rows.iter(batch_size=1000):
+            for name in columns:
+                ids = np.array(batch[name])  # rows of different lengths raise `ValueError`
+                if ids.ndim != 2 or ids.shape[1] != length or ids.dtype.kind != "i":
+                    raise ValueError(f"{name} must have rows of {length} token ids, the sequence length")
+                wrong = ids[(ids < 0) | (ids >= vocabulary)]
+                wrong = wrong[wrong != IGNORED] if name == LABELS else wrong
+                if len(wrong):
+                    raise ValueError(f"{name} must have token ids below {vocabulary}, got {wrong[0]}")
+        return rows.cast(Features({name: List(Value("int32"), length) for name in columns}))
+    except (ValueError, OSError, DatasetGenerationError) as error:
+        raise ValueError(f"`data`: {files or dataset} cannot be read as tokenized rows: {error}.") from error
 
 
 class PackedStream(IterableDataset):

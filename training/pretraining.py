@@ -5,7 +5,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from hashlib import sha256
 from pathlib import Path
@@ -33,7 +33,15 @@ from diffllama.checkpoints.json_files import as_json, read_json
 from diffllama.configuration import baseline, preset
 from diffllama.modeling_diff.configuration_diffllama import DiffLlamaConfig
 from diffllama.training.nonfinite import StopOnNonFiniteCallback
-from diffllama.training.packing import PackedStream, fingerprint, load_packed_dataset, resolve_revision
+from diffllama.training.packing import (
+    IGNORED,
+    LABELS,
+    TOKENS,
+    PackedStream,
+    fingerprint,
+    load_packed_dataset,
+    resolve_revision,
+)
 from diffllama.training.settings import MODEL_SOURCES, SOURCE, check_fields, read_sections
 from diffllama.training.stats import DifferentialStatsCallback
 
@@ -167,10 +175,10 @@ CHECKPOINT_FILES = {
 
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Make a batch of packed sequences [b, n], with labels for next-token prediction."""
-    input_ids = torch.tensor([row["input_ids"] for row in rows])
-    labels = input_ids.clone()
-    labels[:, 0] = -100  # the first token is not predicted; older Trainers would count it
+    """Make a batch of packed sequences [b, n], with their labels, by default for next-token prediction."""
+    input_ids = torch.tensor([row[TOKENS] for row in rows])
+    labels = torch.tensor([row.get(LABELS, row[TOKENS]) for row in rows])
+    labels[:, 0] = IGNORED  # the first token is not predicted; older Trainers would count it
     return {"input_ids": input_ids, "labels": labels}
 
 
@@ -282,6 +290,7 @@ def train(
     source: dict[str, Any],
     record: Mapping[str, Any],
     of_baseline: bool,
+    callbacks: Sequence[TrainerCallback],
 ) -> None:
     """Train, or resume, in a folder that no other run uses. `pretrain` makes the arguments from its file."""
     folder, length, data = Path(arguments.output_dir), settings["sequence_length"], settings["data"]
@@ -318,7 +327,7 @@ def train(
         train_dataset=rows,
         eval_dataset=evaluated if held_out else None,
         processing_class=tokenizer,
-        callbacks=[StopOnNonFiniteCallback()],
+        callbacks=[StopOnNonFiniteCallback(), *callbacks],
     )
     if isinstance(rows, PackedStream):
         trainer.add_callback(StreamCallback(trainer, rows, per_step, checkpoint))
@@ -331,7 +340,7 @@ def train(
     trainer.save_state()
 
 
-def pretrain(path: str | Path, of_baseline: bool = False) -> Path:
+def pretrain(path: str | Path, of_baseline: bool = False, callbacks: Sequence[TrainerCallback] = ()) -> Path:
     """Train a language model on packed text, from scratch or from a checkpoint.
 
     Called again with the same file, it resumes from the last complete checkpoint. If kernels are deterministic (on the
@@ -344,12 +353,14 @@ def pretrain(path: str | Path, of_baseline: bool = False) -> Path:
             `model`: for a new model, fields of `DiffLlamaConfig`, with or without a `preset`; to continue training,
             `from`, a folder or repository (and `baseline_from`, its baseline); also `attn_implementation`;
             `tokenizer`: its folder or repository;
-            `data`: the arguments of `read_documents`, `max_tokens`, `cache_dir`, and `evaluation_sequences`, the number
+            `data`: the arguments of `read_documents` (`column: input_ids` for rows that are tokenized already, see
+            `load_packed_dataset`), `max_tokens`, `cache_dir`, and `evaluation_sequences`, the number
             of sequences at the end that are held out for evaluation. With `streaming: true`, a `dataset` is packed
             while it is read, see `PackedStream`, and the first sequences are held out;
             `sequence_length` and `tokens_per_step`, in tokens;
             `training`: fields of transformers' `TrainingArguments`.
         of_baseline: train the matched Transformer on the same tokens instead, in a folder with the suffix `-baseline`.
+        callbacks: called by the Trainer, besides ours.
 
     Returns:
         The output folder, with the model, its tokenizer, `trainer_state.json` (losses and `differential_stats`) and
@@ -371,5 +382,5 @@ def pretrain(path: str | Path, of_baseline: bool = False) -> Path:
     record = make_record(settings, source, fingerprint(tokenizer, settings["sequence_length"], **source, **stream))
     check_folder(folder, record)
     with locked(folder, "set another `training.output_dir`") if arguments.should_save else nullcontext():
-        train(settings, arguments, tokenizer, source, record, of_baseline)
+        train(settings, arguments, tokenizer, source, record, of_baseline, callbacks)
     return folder

@@ -48,6 +48,8 @@ class Data(Section):
         """Refuse fields that a stream does not support."""
         if self.streaming and self.dataset is None:
             raise ValueError("`data.streaming` needs `data.dataset`, a repository or a folder.")
+        if self.streaming and self.column == "input_ids":
+            raise ValueError("`data.column` must have text with `data.streaming`, got 'input_ids', tokenized rows.")
         for name in {"files", "max_tokens", "cache_dir"} & self.model_fields_set if self.streaming else ():
             raise ValueError(f"`data.{name}` is not supported with `data.streaming`; remove one of them.")
         return self

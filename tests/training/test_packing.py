@@ -302,3 +302,54 @@ def test_stream_without_a_sequence_ends_with_the_reason() -> None:
         packing.PackedStream(
             PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer), 8, 2, dataset="rows"
         )
+
+
+def tokenized(name: str = "rows.parquet", length: int = 4, **columns: list[list[int]]) -> Dataset:
+    """Write rows that are tokenized already, and load them."""
+    write = Dataset.to_parquet if name.endswith(".parquet") else Dataset.to_json
+    write(Dataset.from_dict(columns), name)
+    return load_packed_dataset(TOKENIZER, length, files=name, column="input_ids")
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl"])
+def test_tokenized_rows_are_neither_joined_nor_cut(name: str) -> None:
+    ids, labels = [[7, 8, 9, 10], [9, 9, 9, 9]], [[-100, -100, 9, -100], [-100, 9, 9, 9]]
+    rows = tokenized(name, input_ids=ids, labels=labels, other=[[1], [2]])
+    assert rows.to_dict() == {"input_ids": ids, "labels": labels}
+    assert tokenized(f"more-{name}", input_ids=ids).to_dict() == {"input_ids": ids}
+    assert len(load_packed_dataset(TOKENIZER, 4, 7, files=name, column="input_ids")) == 1
+    Path("folder").mkdir()
+    Path(name).rename(f"folder/train.{name.split('.')[-1]}")
+    assert len(load_packed_dataset(TOKENIZER, 4, dataset="folder", column="input_ids")) == 2
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"input_ids": [[7, 8, 9], [7, 8, 9]]}, "input_ids must have rows of 4 token ids"),
+        ({"input_ids": [[7, 8, 9, 10], [7, 8, 9]]}, "rows.parquet cannot be read as tokenized rows"),
+        ({"input_ids": [[7, 8, 9, 97]]}, "input_ids must have token ids below 97, got 97"),
+        ({"input_ids": [[7, 8, 9, -100]]}, "input_ids must have token ids below 97, got -100"),
+        ({"input_ids": [[7, 8, 9, 10]], "labels": [[7, 8, 9, -1]]}, "labels must have token ids below 97, got -1"),
+        ({"input_ids": [[7.0, 8.0, 9.0, 10.0]]}, "input_ids must have rows of 4 token ids"),
+        ({"text": ["w7"]}, "there is no column input_ids, only text"),
+    ],
+)
+def test_other_tokenized_rows_are_refused(columns: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tokenized(**columns)
+
+
+def test_tokenized_rows_of_two_formats_are_refused() -> None:
+    tokenized("a.parquet", input_ids=[[7, 8, 9, 10]])
+    tokenized("a.jsonl", input_ids=[[7, 8, 9, 10]])
+    with pytest.raises(ValueError, match="files of one format, got json, parquet"):
+        load_packed_dataset(TOKENIZER, 4, files=["a.parquet", "a.jsonl"], column="input_ids")
+
+
+def test_fingerprint_of_a_copy_elsewhere_is_the_same() -> None:
+    for folder in ("here", "elsewhere/there"):
+        write(f"{folder}/a.txt", "w7")
+    assert fingerprint(TOKENIZER, 4, files="here") == fingerprint(TOKENIZER, 4, files="elsewhere/there")
+    write("here/a.txt", "w8")
+    assert fingerprint(TOKENIZER, 4, files="here") != fingerprint(TOKENIZER, 4, files="elsewhere/there")

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from datasets import Dataset
 from safetensors.torch import load_file
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainerState
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainerState
 from typer.testing import CliRunner
 
 from diffllama import DiffLlamaForCausalLM
@@ -411,6 +412,7 @@ def test_streamed_run_learns_the_sequences_of_the_stream_in_order() -> None:
         ({"data": {"dataset": "rows", "streaming": "yes"}}, "`data.streaming` must be a valid boolean, got 'yes'"),
         ({"data": STREAMED["data"] | {"max_tokens": 99}}, "`data.max_tokens` is not supported with `data.streaming`"),
         ({"data": STREAMED["data"] | {"cache_dir": "x"}}, "`data.cache_dir` is not supported with `data.streaming`"),
+        ({"data": STREAMED["data"] | {"column": "input_ids"}}, "`data.column` must have text with `data.streaming`"),
         ({"training": {"max_steps": -1}}, "`data.streaming` needs `training.max_steps`"),
         ({"training": {"max_steps": 3, "dataloader_num_workers": 1}}, "`training.dataloader_num_workers` must be 0"),
     ],
@@ -452,6 +454,39 @@ def test_changed_text_or_model_is_refused_on_resuming(whole: Path) -> None:
     text.write_text(kept)
     os.utime(text, ns=times)
     assert (whole / "trainer_state.json").read_bytes() == before
+
+
+def test_moved_training_resumes_with_moved_text(whole: Path) -> None:
+    """Its folder and its text are copied, as to another machine."""
+    shutil.copytree("texts", "elsewhere/texts", copy_function=shutil.copy)
+    shutil.copytree(whole, "elsewhere/moved")
+    shutil.rmtree("elsewhere/moved/checkpoint-9")
+    for name in ("model.safetensors", "trainer_state.json"):
+        Path("elsewhere/moved", name).unlink()
+    settings = SETTINGS | {"data": {"files": "elsewhere/texts"}}
+    with trained_batches() as batches:
+        moved = pretrain(write("elsewhere/moved", settings))
+    assert len(batches) == 3 * 2  # steps 7 to 9
+    assert same_weights(whole, moved)
+
+
+def test_labels_of_tokenized_rows_choose_the_tokens_that_count() -> None:
+    """The loss before the first step is the mean over the two labels, and callbacks are called."""
+    ids, labels = [[6 + i, 7, 8, 9] for i in range(8)], [[-100, -100, 8, 9]] + [[-100, -100, 8, -100]] * 7
+    Dataset.from_dict({"input_ids": ids, "labels": labels}).to_parquet("tokenized.parquet")
+    settings = SETTINGS | {
+        "data": {"files": "tokenized.parquet", "column": "input_ids"}, "sequence_length": 4, "tokens_per_step": 32,
+    }  # fmt: skip
+    losses = []
+
+    class First(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            logits = model.eval()(torch.tensor(ids)).logits[:, :-1].transpose(1, 2)
+            losses.append(functional.cross_entropy(logits, torch.tensor(labels)[:, 1:]).item())
+            model.train()
+
+    folder = pretrain(write("labelled", settings, max_steps=1), callbacks=[First()])
+    assert history(folder)[0] == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_record_is_of_digests(whole: Path) -> None:
