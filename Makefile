@@ -16,13 +16,15 @@ PIP_INSTALL := -m pip install --disable-pip-version-check --no-compile# bytecode
 PRINT_LIBRARIES := import sysconfig; print(sysconfig.get_path("platlib"))
 BASE ?= main
 PACKAGES := checkpoints configuration conversion evaluation hub_cards modeling_diff training# installed folders
+TEXT ?=
+TRACKS ?= recall language# files in examples/study; also: gpu
 PROMPT ?=
 override PROMPT := $(value PROMPT)# as typed: a dollar sign is not a variable
 export PROMPT
 export HF_HUB_OFFLINE = 1
 unexport PYTHONDONTWRITEBYTECODE # otherwise every process would compile its imports again
 
-.PHONY: .cache/package kernel-repository help demo docs test test-oldest test-versions test-vllm test-transformers test-gpu check lint types wheel check-wheel bench figure heal clean
+.PHONY: .cache/package kernel-repository help demo docs test test-oldest test-versions test-vllm test-transformers test-gpu check lint types wheel check-wheel bench figure heal study clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list.
@@ -134,6 +136,10 @@ figure: $(VENV)/.dev ## Draw the README's figure from the demo model.
 
 heal: $(VENV)/.dev ## Train the demo's conversion and its Llama on the text in texts/, and draw both.
 	$(RUN) examples/heal.py
+
+study: $(VENV)/.dev ## Train matched models from scratch and compare them, or continue. TEXT=folder with text, TRACKS="recall language".
+	for track in $(TRACKS); do \
+		$(RUN) -m examples.study examples/study/$$track.yaml --text "$(TEXT)" --folder runs/study/$$track || exit; done
 
 clean: ## Remove environments and what was built. Trained models stay, in runs/ and wherever you put them.
 	rm -rf $(VENV) $(OLDEST) .venv-transformers-* $(VLLM) .venv-wheel .cache build dist demo/SmolLM2-135M-Instruct demo/SmolLM2-135M-Instruct-Diff
