@@ -131,7 +131,7 @@ bench: $(VENV)/.dev ## Time attention, models and training beside their peers, a
 	$(RUN) -m benchmarks run
 	$(RUN) -m benchmarks.conversion
 
-figure: $(VENV)/.dev ## Draw the README's figure from the demo model.
+figure: $(VENV)/.dev ## Draw the README's figure from the trained model in examples/recall_model.
 	$(RUN) examples/draw_maps.py
 
 heal: $(VENV)/.dev ## Train the demo's conversion and its Llama on the text in texts/, and draw both.

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the README's figure: the two softmax maps of one differential head and their difference.
 
-The two maps of the demo's converted model stay identical until you train it. To show a difference without a trained
-checkpoint, this program halves the second query of each head, which flattens its map.
+The model is examples/recall_model, a small V1 that was trained to find needles, `[ key value]`, in text. The text ends
+with a key, and the head drawn is the one that gives its needle, framed in the last row, the most attention.
 
 Usage: python examples/draw_maps.py [MODEL_FOLDER] [PICTURE]
 """
@@ -17,46 +17,49 @@ matplotlib.use("Agg")
 
 import torch
 from matplotlib import pyplot as plt
+from matplotlib.patches import Rectangle
 from transformers import AutoTokenizer
 
 from diffllama import DiffLlamaForCausalLM
 
 
-TEXT = "The magic number of Paris is 4173. The magic number of Rome is 2985. The magic number of Paris is"
-LAYER, HEAD = 18, 6
+TEXT = (
+    "The evening was still, and they[ London sister] walked home by the old road, for[ morning letter] there was no "
+    "light[ window brother] and nothing[ father money] was said.[ morning letter][ London"
+)
 
 
-def spread_second_maps(model: DiffLlamaForCausalLM) -> None:
-    """Halve the second query of every head in place: its scores shrink, and its softmax map becomes more uniform."""
-    with torch.no_grad():
-        for layer in model.model.layers:
-            attention = layer.self_attn
-            attention.q_proj.weight.unflatten(0, (-1, 2, attention.head_dim))[:, 1] *= 0.5
-
-
-def main(folder: str = "demo/SmolLM2-135M-Instruct-Diff", picture: str = "docs/maps.png") -> None:
+def main(folder: str = "examples/recall_model", picture: str = "docs/maps.png") -> None:
     """Compute the maps of one head and write the picture."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    model = DiffLlamaForCausalLM.from_pretrained(folder, attn_implementation="eager")  # only eager returns maps
-    spread_second_maps(model)
-    inputs = tokenizer(TEXT, return_tensors="pt")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = DiffLlamaForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype="float32")  # returns maps
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    tokens = ids[0].tolist()
+    needle = tokens.index(tokens[-1]) - 1  # the key's first occurrence is in its needle, after the bracket
     with torch.no_grad():
-        difference = model(**inputs, output_attentions=True).attentions[LAYER][0, HEAD]
-        softmax_maps = model(**inputs, output_attentions=True, output_softmax_maps=True).attentions[LAYER][0]
-    first, second = softmax_maps[2 * HEAD : 2 * HEAD + 2]
+        outputs = model(ids, output_attentions=True)
+        softmax_maps = model(ids, output_attentions=True, output_softmax_maps=True).attentions
+    attention = torch.stack(outputs.attentions)[:, 0]  # [layers, heads, n, n]
+    layer, head = divmod(int(attention[:, :, -1, needle : needle + 4].sum(-1).argmax()), attention.shape[1])
+    first, second = softmax_maps[layer][0, 2 * head : 2 * head + 2]
 
-    labels = [tokenizer.decode(token) for token in inputs.input_ids[0]]
-    figure, axes = plt.subplots(1, 3, figsize=(12, 4.1), sharey=True, layout="constrained")
+    labels = [tokenizer.decode(token) for token in tokens]
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4.8), sharey=True, layout="constrained")
     titles = ("first map  A₁", "second map  A₂", "differential map  A₁ − λA₂")
-    for axis, values, title in zip(axes, (first, second, difference), titles, strict=True):
-        # the first token takes most of the attention: colours are for the others
-        limit = values[1:, 1:].abs().max()
-        image = axis.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit)
+    for axis, values, title in zip(axes, (first, second, attention[layer, head]), titles, strict=True):
+        image = axis.imshow(values, cmap="RdBu_r", vmin=-1, vmax=1)
         axis.set_title(title)
-        axis.set_xticks(range(len(labels)), labels, rotation=90, fontsize=6)
-        axis.set_yticks(range(len(labels)), labels, fontsize=6)
-        figure.colorbar(image, ax=axis, shrink=0.7)
-    figure.suptitle(f"SmolLM2-135M as DIFF V2, second queries halved: layer {LAYER}, head {HEAD}", fontsize=10)
+        axis.set_xlabel("attended token")
+        axis.set_xticks(range(len(labels)), labels, rotation=90, fontsize=5)
+        axis.set_yticks(range(len(labels)), labels, fontsize=5)
+        for row, column in (values < -0.05).nonzero().tolist():  # so that signs can be told apart in grey
+            axis.text(column, row, "−", ha="center", va="center", fontsize=5)
+        axis.add_patch(Rectangle((needle - 0.5, len(tokens) - 1.5), 4, 1, fill=False, clip_on=False))
+    axes[0].set_ylabel("token that attends")
+    figure.colorbar(image, ax=axes, shrink=0.8, label="attention weight; “−” below −0.05")
+    found = tokenizer.decode(outputs.logits[0, -1].argmax())
+    where = f"V1 recall model, layer {layer}, head {head}"
+    figure.suptitle(f"{where}; after “{labels[-1]}” it predicts “{found}”", fontsize=10)
     figure.savefig(picture, dpi=110)
     print(f"Wrote {picture}")
 

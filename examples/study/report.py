@@ -86,7 +86,7 @@ def cell(numbers: Mapping[str, Any]) -> str:
 
 
 def tables(results: Mapping[str, Any]) -> str:
-    """Format the results as Markdown: the arms with their losses at each learning rate, and a table per measure."""
+    """Format the results as two Markdown tables: losses at each learning rate, and all measures."""
     losses = results["held-out losses of the first seed"]
     rates = [f"{rate:g}" for rate in results["settings"]["learning_rates"]]
     chosen = {arm: f"{rate:g}" for arm, rate in results["learning rates"].items()}
@@ -98,17 +98,18 @@ def tables(results: Mapping[str, Any]) -> str:
         ]
         for arm, size in results["parameters"].items()
     ]
-    parts = [table(["arm", "parameters", *(f"held-out loss at {rate}" for rate in rates)], arms)]
-    for measure in dict.fromkeys(row["measure"] for row in results["rows"]):
-        rows = [row for row in results["rows"] if row["measure"] == measure]
-        body = [[*map(shown, row["condition"].values()), *map(cell, row["arms"].values())] for row in rows]
-        parts.append(f"{measure}:\n\n" + table([*rows[0]["condition"], *results["parameters"]], body))
-    return "\n".join(parts)
+    body = [[row["measure"], condition(row["condition"]), *map(cell, row["arms"].values())] for row in results["rows"]]
+    return "\n".join(
+        [
+            table(["arm", "parameters", *(f"held-out loss at {rate}" for rate in rates)], arms),
+            table(["measure", "condition", *results["parameters"]], body),
+        ]
+    )
 
 
-def shown(value: Any) -> str:
+def condition(values: Mapping[str, Any]) -> str:
     """Format a condition."""
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return ", ".join(f"{name} {value:,}" if isinstance(value, int) else f"{value}" for name, value in values.items())
 
 
 def select(results: Mapping[str, Any], measure: str, **condition: Any) -> list[Row]:
@@ -118,9 +119,9 @@ def select(results: Mapping[str, Any], measure: str, **condition: Any) -> list[R
     ]
 
 
-def draw_means(axes: Axes, results: Mapping[str, Any], rows: Sequence[Row], condition: str) -> None:
+def draw_means(axes: Axes, results: Mapping[str, Any], rows: Sequence[Row], name: str) -> None:
     """Draw each arm's mean over a numeric condition as a line, and each seed's number as a dot."""
-    x = [row["condition"][condition] for row in rows]
+    x = [row["condition"][name] for row in rows]
     lines(axes, x, {arm: [{"mean": row["arms"][arm]["mean"]} for row in rows] for arm in results["parameters"]})
     for at, arm in enumerate(results["parameters"]):
         for place, row in zip(x, rows, strict=True):
@@ -128,7 +129,7 @@ def draw_means(axes: Axes, results: Mapping[str, Any], rows: Sequence[Row], cond
             axes.plot([place] * len(numbers), numbers, ".", color=COLOURS[at], markersize=4)
 
 
-def draw_bars(axes: Axes, results: Mapping[str, Any], rows: Sequence[Row], condition: str) -> None:
+def draw_bars(axes: Axes, results: Mapping[str, Any], rows: Sequence[Row], name: str) -> None:
     """Draw each arm's mean and the range of its seeds for each value of a condition."""
     ranges = {
         arm: [
@@ -137,7 +138,7 @@ def draw_bars(axes: Axes, results: Mapping[str, Any], rows: Sequence[Row], condi
         ]
         for arm in results["parameters"]
     }
-    bars(axes, [str(row["condition"][condition]) for row in rows], ranges)
+    bars(axes, [str(row["condition"][name]) for row in rows], ranges)
 
 
 def draw_curves(results: Mapping[str, Any], figure: Figure) -> None:

@@ -1,18 +1,14 @@
-import importlib
 from pathlib import Path
 
 import pytest
 
-from support.tiny_models import tiny_model, tiny_tokenizer
+from examples import draw_maps
 
 
-def test_figure_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny_model("v2").save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
-    draw_maps = importlib.import_module("draw_maps")
-    monkeypatch.setattr(draw_maps, "LAYER", 1)
-    monkeypatch.setattr(draw_maps, "HEAD", 3)
+def test_figure_shows_a_needle_that_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.suptitle", lambda figure, title, **_: titles.append(title))
     picture = tmp_path / "maps.png"
-    draw_maps.main(str(tmp_path), str(picture))
+    draw_maps.main(str(Path(__file__).parents[2] / "examples/recall_model"), str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "after “ London” it predicts “ sister”" in titles[0]

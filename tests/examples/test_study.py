@@ -1,5 +1,6 @@
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -15,7 +16,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import t
+from transformers import AutoModelForCausalLM
 
+from diffllama.hub_cards.checks import check
+from examples import export_recall_model
 from examples.study import recall
 from examples.study.__main__ import main
 from examples.study.arms import check_sizes
@@ -188,10 +192,17 @@ def write(settings: dict[str, Any], folder: Path) -> Path:
     return file
 
 
+@pytest.fixture(scope="module")
+def recall_study(tmp_path_factory: pytest.TempPathFactory, texts: Path) -> Path:
+    """The folder of a study of recall."""
+    folder = tmp_path_factory.mktemp("studies") / "whole"
+    study(small_track("recall"), folder, texts)
+    return folder
+
+
 @pytest.mark.slow
-def test_killed_study_continues_in_another_folder(tmp_path: Path, texts: Path) -> None:
-    settings = small_track("recall")
-    whole = study(settings, tmp_path / "whole", texts)
+def test_killed_study_continues_in_another_folder(tmp_path: Path, texts: Path, recall_study: Path) -> None:
+    settings, whole = small_track("recall"), json.loads((recall_study / "results.json").read_text())
     assert whole["parameters"].keys() == {"Transformer", "V1"}
     accuracy = next(row for row in whole["rows"] if row["measure"] == "accuracy as trained")
     assert len(accuracy["arms"]["V1"]["seeds"]) == 2
@@ -210,6 +221,17 @@ def test_killed_study_continues_in_another_folder(tmp_path: Path, texts: Path) -
     assert moved == whole | {"versions": moved["versions"]}
     assert {file.name for file in (tmp_path / "moved").glob("*.*")} >= {"tables.md", "curves.png", "results.png"}
     assert "| Transformer |" in (tmp_path / "moved/tables.md").read_text()
+
+
+@pytest.mark.slow
+def test_recall_model_is_exported_with_its_accuracy(tmp_path: Path, recall_study: Path) -> None:
+    export_recall_model.main(str(recall_study), str(tmp_path / "model"))
+    assert check(tmp_path / "model") == []
+    card = (tmp_path / "model/README.md").read_text()
+    assert card.index("# model") < card.index("## Task") < card.index("## Training")
+    assert "with 2 to\n4 needles" in card
+    assert re.search(r"it predicts\n\d+\.\d% of the values", card)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype == torch.bfloat16
 
 
 @pytest.mark.slow
