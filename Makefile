@@ -24,7 +24,7 @@ export PROMPT
 export HF_HUB_OFFLINE = 1
 unexport PYTHONDONTWRITEBYTECODE # otherwise every process would compile its imports again
 
-.PHONY: .cache/package kernel-repository help demo docs test test-oldest test-versions test-vllm test-transformers test-gpu check lint types wheel check-wheel bench figure heal study clean
+.PHONY: .cache/package kernel-repository help demo docs test test-oldest test-versions test-vllm test-transformers test-explorer test-gpu check lint types wheel check-wheel bench figure heal study clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list.
@@ -89,6 +89,10 @@ test-transformers: $(VENV)/.dev ## Run transformers' own tests of a model on our
 	tar -xzf .cache/transformers/*.tar.gz -C .cache/transformers --strip-components=1
 	TRANSFORMERS_TESTS=.cache/transformers/tests $(RUN) -m pytest -o addopts=--import-mode=importlib -n 2 \
 		tests/transformers_common/common_model_tests.py
+
+test-explorer: $(VENV)/.dev ## Test the explorer in headless Chromium, and take the screenshots of docs/explore.md.
+	@command -v chromium google-chrome > /dev/null || { echo "Install Chromium first: apt-get install chromium"; exit 1; }
+	SCREENSHOTS=docs $(RUN) -m pytest tests/explorer
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device.
 	$(RUN) -m pytest -m gpu

@@ -26,6 +26,11 @@ def signals_and_noise(heads: torch.Tensor, r: int) -> tuple[torch.Tensor, torch.
     return groups[:, :, :r].flatten(1, 2), groups[:, :, r:].expand(-1, -1, r, -1, -1).flatten(1, 2)
 
 
+def overlap(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Compute the part of each row of A1 [..., n, m] that λ·A2 cancels, Σ min(A1, λ·A2): [..., n]."""
+    return torch.minimum(first, second).clamp(min=0).sum(-1)
+
+
 def measuring_attention(
     module: DiffLlamaAttention,
     query: torch.Tensor,
@@ -53,7 +58,7 @@ def measuring_attention(
         {
             "cosine": F.cosine_similarity(q1.float(), q2.float(), dim=-1).mean().item(),
             "lambda": differential_lambda.mean().item(),
-            "map_overlap": torch.minimum(first, weight * second).clamp(min=0).sum(-1).mean().item(),
+            "map_overlap": overlap(first, weight * second).mean().item(),
         }
     )
     return output, None

@@ -49,6 +49,25 @@ class Passage:
         return {"answer": answer, "noise": context - answer, "other": weights.sum(-1) - context}
 
 
+def passage_of(
+    loaded: LoadedModel, text: str, context: tuple[int, int], answer: tuple[int, int], depth: float
+) -> Passage:
+    """Encode a prompt whose parts are given as spans [start, end) in characters.
+
+    Raises:
+        ValueError: the tokenizer is not a fast one, so that the characters of its tokens are unknown.
+    """
+    if not loaded.tokenizer.is_fast:
+        raise ValueError(f"The tokenizer of {loaded.name} must be a fast one, which returns character offsets.")
+    encoded = loaded.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+
+    def tokens(start: int, end: int) -> tuple[int, int]:
+        inside = [at for at, (first, last) in enumerate(encoded.offset_mapping) if first < end and last > start]
+        return len(loaded.prefix) + inside[0], len(loaded.prefix) + inside[-1] + 1
+
+    return Passage(loaded.prefix + encoded.input_ids, tokens(*context), tokens(*answer), depth)
+
+
 def last_rows(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the last token's attention to all tokens, averaged over the heads of each layer.
 
@@ -106,13 +125,7 @@ class AttentionToAnswer(AttentionToAnswerSettings, Probe[Passage]):
         }
 
     def passage(self, haystack: Haystack, depth: float, number: int, loaded: LoadedModel) -> Passage:
-        """Return prompt number `number` at a depth.
-
-        Raises:
-            ValueError: the tokenizer is not a fast one, so that the characters of its tokens are unknown.
-        """
-        if not loaded.tokenizer.is_fast:
-            raise ValueError(f"The tokenizer of {loaded.name} must be a fast one, which returns character offsets.")
+        """Return prompt number `number` at a depth. Raises as `passage_of`."""
         prompt = haystack.prompt(
             length=self.length,
             depth=depth,
@@ -120,13 +133,7 @@ class AttentionToAnswer(AttentionToAnswerSettings, Probe[Passage]):
             queries=1,
             seed=f"{self.seed} {number}",
         )
-        encoded = loaded.tokenizer(prompt.text, add_special_tokens=False, return_offsets_mapping=True)
-
-        def tokens(start: int, end: int) -> tuple[int, int]:
-            inside = [at for at, (first, last) in enumerate(encoded.offset_mapping) if first < end and last > start]
-            return len(loaded.prefix) + inside[0], len(loaded.prefix) + inside[-1] + 1
-
-        return Passage(loaded.prefix + encoded.input_ids, tokens(*prompt.context), tokens(*prompt.needles[0]), depth)
+        return passage_of(loaded, prompt.text, prompt.context, prompt.needles[0], depth)
 
     def measure(self, loaded: LoadedModel, samples: Mapping[str, Passage]) -> Iterator[Outcome]:
         """Compute the parts of the last row of each layer's maps."""

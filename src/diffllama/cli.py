@@ -226,29 +226,38 @@ def export(
     allow: Allow = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DEST if it is a model folder.")] = False,
     max_shard_size: Annotated[str, typer.Option(help="Maximum size of a weight file.")] = "5GB",
+    space: Annotated[
+        bool, typer.Option("--space", help="Write a Hugging Face Space that explores the model; DEST must be new.")
+    ] = False,
 ) -> None:
     """Write a complete Hub folder of a model from save_pretrained, a Trainer, a merged PEFT model or a conversion.
 
     DEST contains a model card and the model's code, so that it loads without this package, with trust_remote_code=True.
     DEST is written after all checks have passed, completely or not at all.
     """
+    if space and overwrite:
+        raise ValueError("--space writes a new folder only. Leave --overwrite out, and name another DEST.")
     check_arguments(src, allow or ())
     err.print(f"Reading {src}", markup=False)
-    from diffllama.hub_cards.hub_folder import export as run  # takes seconds to import
-
     findings: list[Finding] = []
-    with writing("Weights written") as show:
-        folder = run(
-            src,
-            dest,
-            metadata=card_metadata(licence, base_model, dataset, language),
-            results=results or (),
-            allow=allow or (),
-            overwrite=overwrite,
-            max_shard_size=max_shard_size,
-            progress=show,
-            show=findings.extend,
-        )
+    with writing("Weights written") as progress:
+        options: dict[str, Any] = {
+            "metadata": card_metadata(licence, base_model, dataset, language),
+            "results": results or (),
+            "allow": allow or (),
+            "max_shard_size": max_shard_size,
+            "progress": progress,
+            "show": findings.extend,
+        }
+        if space:
+            with needs("explore"):
+                from diffllama.explorer.space import write_space
+
+            folder = write_space(src, dest, **options)
+        else:
+            from diffllama.hub_cards.hub_folder import export as run  # takes seconds to import
+
+            folder = run(src, dest, overwrite=overwrite, **options)
     show_findings(findings)
     err.print(f"Wrote {folder}", markup=False)
 
@@ -375,6 +384,26 @@ def pretrain(
     processes.destroy_process_group()
     if processes.is_main_process:
         err.print(f"Wrote {folder}", markup=False)
+
+
+@app.command()
+def explore(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, or repository owner/name of the Hub.")],
+    baseline: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Model to compare with, such as the matched Llama.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on. The default is this machine only.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: a free one.")] = 7860,
+    dtype: Annotated[DType, typer.Option(help="Dtype of weights and computation; auto: the checkpoint's.")] = "auto",
+) -> None:
+    """Chat with a model and look at its attention maps, in a browser.
+
+    The page needs no network: it loads nothing from elsewhere, and sends nothing there.
+    """
+    with needs("explore"):
+        from diffllama.explorer.run import explore as run  # takes seconds to import
+
+    run(model, baseline, host=host, port=port, dtype=dtype, show=lambda address: err.print(f"Open {address}"))
 
 
 @app.command("eval", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

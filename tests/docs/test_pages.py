@@ -28,7 +28,9 @@ DEMO = "demo/SmolLM2-135M-Instruct-Diff"
 
 RUN_ELSEWHERE = {
     "diffllama --install-completion": "tests/package/test_cli.py",
+    "diffllama explore": "tests/explorer/test_browser.py",
     "diffllama serve": "tests/package/test_serving.py",
+    "hf upload": "tests/explorer/test_space.py",
     "vllm serve": "tests/engines/test_server.py",
     "wc -l": "tests/test_security.py",
     ".ci/run": ".github/workflows/ci.yml",
@@ -197,6 +199,8 @@ def test_command_line_runs_from_top_to_bottom(work: Path, monkeypatch: pytest.Mo
             assert Path(output + "-baseline" * ("--baseline" in words), "model.safetensors").is_file()
         elif words[1] == "eval":
             assert len([*Path(words[-1]).rglob("results_*.json")]) == 1
+        elif words[1] == "export":
+            assert Path(words[3], "app.py").is_file() == ("--space" in words)
         elif words[1] == "probe" and words[-1] != "--help":
             assert Path(words[-1], "results.json").is_file()
         else:
