@@ -138,8 +138,8 @@ bench: $(VENV)/.dev ## Time attention, models and training beside their peers, a
 figure: $(VENV)/.dev ## Draw the README's figure from the trained model in examples/recall_model.
 	$(RUN) examples/draw_maps.py
 
-heal: $(VENV)/.dev ## Train the demo's conversion and its Llama on the text in texts/, and draw both.
-	$(RUN) examples/heal.py
+heal: $(VENV)/.dev ## Train the demo's conversion and its Llama on a task that both fail at. TEXT=folder with text.
+	$(RUN) -m examples.heal --text "$(TEXT)"
 
 study: $(VENV)/.dev ## Train matched models from scratch and compare them, or continue. TEXT=folder with text, TRACKS="recall language".
 	for track in $(TRACKS); do \

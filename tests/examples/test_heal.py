@@ -1,42 +1,104 @@
-import importlib
-import json
+import random
+import shutil
 from pathlib import Path
 
 import pytest
-import yaml
+import torch
+import typer
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig
 
 from diffllama import convert
+from diffllama.evaluation.datasets.haystack import CITIES, HEAD, ask
+from examples import heal
+from examples.study.text import train_tokenizer
 from support.llama_checkpoints import SIZES, save_model
-from support.tiny_models import tiny_tokenizer
+from support.tiny_models import tiny_model
 
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """A tiny Llama and its conversion, whose tokenizer knows the words of the task."""
+    sizes = SIZES | {"vocab_size": 512, "max_position_embeddings": 512}
+    llama, converted = save_model(tmp_path / "llama", LlamaConfig(**sizes)), tmp_path / "converted"
+    words = [HEAD, ask(CITIES[:2]), "The magic number of", *CITIES]
+    train_tokenizer(words, 512, [], 512).save_pretrained(llama)
+    convert(llama, converted, source="llama")
+    return llama, converted
 
 
-def test_conversion_and_its_llama_begin_equal_and_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    save_model(tmp_path / "llama", LlamaConfig(**SIZES))
-    convert(tmp_path / "llama", tmp_path / "converted", source="llama")
-    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts/a.txt").write_text(" ".join(f"w{6 + i * i % 17}" for i in range(2000)))
-    settings = yaml.safe_load((EXAMPLES / "heal.yaml").read_text())
-    settings["model"] = {"from": "converted", "baseline_from": "llama"}
-    settings |= {"tokenizer": "tokenizer", "sequence_length": 16, "tokens_per_step": 64}
-    settings["training"] |= {"output_dir": "healed", "max_steps": 6, "eval_steps": 3, "disable_tqdm": True}
-    Path("heal.yaml").write_text(yaml.safe_dump(settings))
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    draw = random.Random(0)
+    for number in range(10):
+        sentences = [" ".join(draw.choices(CITIES, k=6)) + "." for _ in range(80)]
+        (folder / f"{number}.txt").write_text(" ".join(sentences))
+    return folder
 
-    importlib.import_module("heal").main("heal.yaml", "out/heal")
 
-    results = json.loads(Path("out/heal.json").read_text())["results"]
-    assert results["DIFF V2"]["eval_loss"][0] == results["Llama"]["eval_loss"][0]  # the conversion is exact
-    assert [step for step, _ in results["Llama"]["eval_loss"]] == [0, 3, 6]
-    assert results["DIFF V2"]["loss"][-1] != results["Llama"]["loss"][-1]
-    assert results["DIFF V2"]["diff_cosine"][0] == [0, pytest.approx(1)]
-    assert results["DIFF V2"]["diff_cosine"][-1][1] < 0.9999
-    assert results["DIFF V2"]["diff_lambda"][0] == [0, 0.5]
-    assert "diff_cosine" not in results["Llama"]
-    assert Path("out/heal.png").read_bytes().startswith(b"\x89PNG")
+SETTINGS = heal.Settings(length=200, needles=2, queries=2, steps=4, batch=2, rank=2, held_out=2, samples=1)
+
+
+@pytest.mark.slow
+def test_arms_are_trained_and_tested(
+    tmp_path: Path, folders: tuple[Path, Path], texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama, converted = folders
+    arms = {"llama": (llama, heal.LORA), "lora": (converted, heal.LORA), "second": (converted, heal.SECOND_QUERIES)}
+    monkeypatch.setattr(heal, "ARMS", arms)
+    monkeypatch.setattr(heal, "prepare", lambda: None)
+    results = heal.heal(texts, tmp_path / "out", 2, SETTINGS)
+    assert results["accuracy before"]["llama"] == results["accuracy before"]["converted"]
+    assert {arm: len(numbers["seeds"]) for arm, numbers in results["accuracy"].items()} == dict.fromkeys(arms, 2)
+    losses, cosines = (
+        {arm: [entry[name] for entry in results["logs"][arm][0] if name in entry] for arm in arms}
+        for name in ("eval_loss", "diff_cosine")
+    )
+    assert {len(values) for values in losses.values()} == {5}
+    assert losses["llama"][0] == pytest.approx(losses["lora"][0], rel=1e-2) == losses["second"][0]
+    assert len(set(losses["llama"])) == 5
+    assert not cosines["llama"]
+    assert cosines["lora"][0] == cosines["second"][0] == pytest.approx(1)
+    assert cosines["second"][-1] < cosines["lora"][-1]
+    assert (tmp_path / "out/curves.png").read_bytes().startswith(b"\x89PNG")
+
+    (tmp_path / "out/second/1/log.json").unlink()  # as if the last training had been interrupted
+    shutil.rmtree(tmp_path / "out/second/1-needles")
+    assert heal.heal(texts, tmp_path / "out", 2, SETTINGS)["accuracy"] == results["accuracy"]
+
+
+def test_folder_with_other_settings_is_refused(tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "heal.json").write_text('{"length": 2048}')
+    with pytest.raises(typer.Exit):
+        heal.main(texts, tmp_path)
+    assert "has a run with other settings. Name another --folder." in capsys.readouterr().err
+
+
+def test_only_answers_count_in_the_loss(folders: tuple[Path, Path], texts: Path) -> None:
+    loaded = heal.model_spec(str(folders[0])).load()
+    made = heal.rows(loaded, [file.read_text() for file in texts.iterdir()], SETTINGS, 4, "a seed")
+    assert len(made) == 4
+    for row in made:
+        first, second = loaded.tokenizer.decode(row["answer"]).strip(" .\n").split(" and ")
+        prompt = loaded.tokenizer.decode(row["prompt"])
+        assert f"is {first}." in prompt
+        assert f"is {second}." in prompt
+        assert prompt.endswith(" are")
+        ids = torch.tensor([row["prompt"] + row["answer"]])
+        labels = torch.tensor([[-100] * len(row["prompt"]) + row["answer"]])
+        expected = loaded.model(ids, labels=labels).loss
+        torch.testing.assert_close(loaded.model(**heal.collate([row])).loss, expected)
+
+
+def test_only_rows_of_noise_heads_get_gradients() -> None:
+    model = tiny_model("v2", num_attention_heads=6, num_noise_heads=2, num_key_value_heads=2)
+    peft_model = get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM"))
+    parameters = heal.second_queries(peft_model)
+    assert len(parameters) == model.config.num_hidden_layers
+    tokens = torch.randint(0, model.config.vocab_size, (2, 8))
+    peft_model(tokens, labels=tokens).loss.backward()
+    for parameter in parameters:
+        by_head = parameter.grad.unflatten(0, (6, -1)).abs().amax((1, 2))
+        assert [bool(value) for value in by_head > 0] == [False, False, True, False, False, True]
