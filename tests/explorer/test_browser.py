@@ -120,8 +120,14 @@ def open_page(browser: Browser, url: str, width: int = 1280, height: int = 800) 
     page.on("pageerror", lambda error: page.faults.append(str(error)))
     page.on("dialog", lambda dialog: (page.faults.append(dialog.message), dialog.dismiss()))
     page.goto(url)
-    page.locator("#send").wait_for(state="attached")
+    wait_until_ready(page)
     return page
+
+
+def wait_until_ready(page: Page) -> None:
+    """Wait until the page has been built and has restored what its address says."""
+    page.locator("#send").wait_for(state="attached")
+    page.wait_for_load_state("networkidle")
 
 
 def outside(page: Page, url: str) -> None:
@@ -154,6 +160,7 @@ def set_tokens(page: Page, count: int) -> None:
     page.get_by_role("button", name="Settings").click()
     page.locator("#max-tokens input[type=number]").fill(str(count))
     page.locator("#max-tokens input[type=number]").press("Tab")
+    expect(page.locator("#max-tokens input[type=range]")).to_have_value(str(count))
 
 
 def conversation(page: Page, at: int = 0) -> str:
@@ -319,7 +326,7 @@ def test_reload_during_an_answer(page: Page, server: Server) -> None:
     ask(page, "w7 w8")
     expect(page.locator("#speed-0")).to_contain_text("tokens/s", timeout=WAIT)
     page.reload()
-    page.locator("#send").wait_for(state="attached")
+    wait_until_ready(page)
     time.sleep(1)
     assert psutil.Process(server.process.pid).num_threads() <= threads + 1  # the generation has ended, too
     expect(page.locator("#message textarea")).to_have_value("w7 w8", timeout=WAIT)  # from the link

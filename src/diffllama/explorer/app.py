@@ -37,6 +37,9 @@ CSS = """
 footer { display: none !important; }
 """
 
+LAST: dict[str, Any] = {"trigger_mode": "always_last", "api_name": False}
+"""Options of event listeners: what a visitor does meanwhile is not lost, its last occurrence follows."""
+
 EXAMPLE = "The evening was still, and the old man walked home by the old road, for the evening was still."
 
 
@@ -239,11 +242,13 @@ class Explorer:
         view = View("maps", settings, link_box("maps"))
         inputs = list(settings.values())
         draw_head = {"fn": self.head, "inputs": inputs, "outputs": heads, "api_name": False}
-        gr.on([show.click, model.change], self.overview, inputs, overview, api_name=False).success(**draw_head).success(
-            **view.show_link
-        )
-        overview.click(self.clicked, None, [layer, head], api_name=False).success(**draw_head).success(**view.show_link)
-        gr.on([layer.submit, head.submit], **draw_head).success(**view.show_link)
+        drawn = [
+            gr.on([show.click, model.change], self.overview, inputs, overview, **LAST).success(**draw_head),
+            overview.click(self.clicked, None, [layer, head], **LAST).success(**draw_head),
+            gr.on([layer.submit, head.submit], **draw_head | LAST),
+        ]
+        for event in drawn:
+            event.success(**view.show_link)
         return replace(view, draw=((self.overview, overview), (self.head, heads)))
 
     @staticmethod
@@ -270,7 +275,7 @@ class Explorer:
         bars = plots("bars")
         settings = {"before": before, "text": text, "question": question, "kind": kind}
         view = View("needle", settings, link_box("needle"))
-        gr.on([measure.click, kind.change], self.needle, list(settings.values()), bars, api_name=False).success(
+        gr.on([measure.click, kind.change], self.needle, list(settings.values()), bars, **LAST).success(
             **view.show_link
         )
         return replace(view, draw=((self.needle, bars),))
