@@ -39,7 +39,7 @@ pytestmark = [
 RECALL_MODEL = Path(__file__).parents[2] / "examples/recall_model"
 
 SERVER = """
-import sys
+import sys, time
 
 def look(event, arguments):
     address = arguments[1] if event == "socket.connect" else arguments[:1] if event == "socket.getaddrinfo" else None
@@ -47,10 +47,13 @@ def look(event, arguments):
         print("OUTSIDE", event, address, file=sys.stderr, flush=True)
 
 sys.addaudithook(look)
+from diffllama.explorer.chat import Progress
+count = Progress.__call__
+Progress.__call__ = lambda *arguments, **options: time.sleep(0.01) or count(*arguments, **options)
 from diffllama.__main__ import main
 main()
 """
-"""Runs the command, and reports connections that leave the machine."""
+"""Runs the command with a model as slow as large ones, and reports connections that leave the machine."""
 
 
 @dataclass
@@ -126,8 +129,7 @@ def open_page(browser: Browser, url: str, width: int = 1280, height: int = 800) 
 
 def wait_until_ready(page: Page) -> None:
     """Wait until the page has been built and has restored what its address says."""
-    page.locator("#send").wait_for(state="attached")
-    page.wait_for_load_state("networkidle")
+    page.locator("html[data-view]").wait_for(state="attached")
 
 
 def outside(page: Page, url: str) -> None:
@@ -156,11 +158,16 @@ def ask(page: Page, message: str) -> None:
 
 
 def set_tokens(page: Page, count: int) -> None:
-    """Set the most tokens of an answer."""
+    """Set the most tokens of an answer. What is typed in the first moment after the settings open can be lost."""
     page.get_by_role("button", name="Settings").click()
-    page.locator("#max-tokens input[type=number]").fill(str(count))
-    page.locator("#max-tokens input[type=number]").press("Tab")
-    expect(page.locator("#max-tokens input[type=range]")).to_have_value(str(count))
+    number, slider = (page.locator(f"#max-tokens input[type={kind}]") for kind in ("number", "range"))
+    for _ in range(50):
+        number.fill(str(count))
+        number.press("Tab")
+        if slider.input_value() == str(count):
+            return
+        time.sleep(0.2)
+    raise AssertionError("The slider does not follow the number.")
 
 
 def conversation(page: Page, at: int = 0) -> str:

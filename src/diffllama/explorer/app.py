@@ -308,8 +308,11 @@ class Explorer:
             components = [component for view in views.values() for component in view.settings.values()]
             restored = page.load(restore, opened, [opened, tabs, *components], js="() => location.hash", api_name=False)
             boxes = {view.name: view.link for view in views.values()}
-            shown_link = f"name => {json.dumps(list(boxes))}.map(view => view === name ? location.href : '')"
-            restored.success(None, opened, list(boxes.values()), js=shown_link, api_name=False)
+            js = f"""name => {{
+                document.documentElement.dataset.view = name;  // the page is ready
+                return {json.dumps(list(boxes))}.map(view => view === name ? location.href : "");
+            }}"""
+            restored.success(None, opened, list(boxes.values()), js=js, api_name=False)
             for view in views.values():
                 for draw, row in view.draw:
                     restored.success(
