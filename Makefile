@@ -87,7 +87,7 @@ test-transformers: $(VENV)/.dev ## Run transformers' own tests of a model on our
 	$(RUN) -m pip download -q --disable-pip-version-check --no-deps --no-build-isolation --no-binary transformers \
 		-d .cache/transformers "transformers==$$($(RUN) -c 'from importlib.metadata import version; print(version("transformers"))')"
 	tar -xzf .cache/transformers/*.tar.gz -C .cache/transformers --strip-components=1
-	TRANSFORMERS_TESTS=.cache/transformers/tests $(RUN) -m pytest -o addopts=--import-mode=importlib -n 2 \
+	TRANSFORMERS_TESTS=.cache/transformers/tests $(RUN) -m pytest -o addopts=--import-mode=importlib -n 2 -rs \
 		tests/transformers_common/common_model_tests.py
 
 test-explorer: $(VENV)/.dev ## Test the explorer in headless Chromium, and take the screenshots of docs/explore.md.

@@ -46,8 +46,8 @@ class ModelTester:
     hidden_size, num_hidden_layers = 32, 2
     num_attention_heads = 2  # heads of returned maps: differential heads
 
-    def __init__(self, variant: str) -> None:
-        self.variant = variant
+    def __init__(self, variant: str, noise_heads: int) -> None:
+        self.variant, self.noise_heads = variant, noise_heads
 
     def get_config(self) -> DiffLlamaConfig:
         return DiffLlamaConfig(
@@ -56,7 +56,9 @@ class ModelTester:
             hidden_size=self.hidden_size,
             intermediate_size=37,
             num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=2 * self.num_attention_heads,
+            num_attention_heads=self.num_attention_heads + self.noise_heads,
+            num_noise_heads=self.noise_heads,
+            head_dim=8,
             max_position_embeddings=512,
             pad_token_id=0,
         )
@@ -69,6 +71,7 @@ class ModelTester:
 
 class CommonTests(common.ModelTesterMixin):  # type: ignore[name-defined,misc]
     variant: str
+    noise_heads = ModelTester.num_attention_heads
     test_generation_tester_mixin_inheritance = None  # the mixin is not in the source package
     all_model_classes = (
         DiffLlamaModel,
@@ -79,7 +82,7 @@ class CommonTests(common.ModelTesterMixin):  # type: ignore[name-defined,misc]
     )
 
     def setUp(self) -> None:
-        self.model_tester = ModelTester(self.variant)
+        self.model_tester = ModelTester(self.variant, self.noise_heads)
 
 
 class V1Test(CommonTests, unittest.TestCase):
@@ -89,3 +92,11 @@ class V1Test(CommonTests, unittest.TestCase):
 
 class V2Test(CommonTests, unittest.TestCase):
     variant = "v2"
+
+
+class GroupedV1Test(V1Test):
+    noise_heads = 1
+
+
+class GroupedV2Test(V2Test):
+    noise_heads = 1
