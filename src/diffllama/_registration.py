@@ -1,6 +1,6 @@
 # Copyright 2026 The diffllama authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Registers the model with transformers' Auto classes and with peft when these are imported.
+"""Registers the model with transformers' Auto classes, with peft and with Liger when these are imported.
 
 transformers takes seconds to import and the model's code more, while `import diffllama` should take no time. So the
 configuration is registered when transformers' `AutoConfig` is imported, and the models when the first configuration is
@@ -21,6 +21,7 @@ def register_when_imported() -> None:
     wrapt.register_post_import_hook(register_models_with_first, "diffllama.modeling_diff.configuration_diffllama")
     wrapt.register_post_import_hook(register_attention, "diffllama.modeling_diff.modeling_diffllama")
     wrapt.register_post_import_hook(register_target_modules, "peft.utils.constants")
+    wrapt.register_post_import_hook(register_liger_kernels, "liger_kernel.transformers.monkey_patch")
 
 
 def register_config(configuration_auto: ModuleType) -> None:
@@ -73,3 +74,8 @@ def register_target_modules(constants: ModuleType) -> None:
     for name, mapping in vars(constants).items():
         if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(mapping, dict) and "llama" in mapping:
             mapping.setdefault(DiffLlamaConfig.model_type, mapping["llama"])
+
+
+def register_liger_kernels(monkey_patch: ModuleType) -> None:
+    """Register what `TrainingArguments(use_liger_kernel=True)` does to this model."""
+    from diffllama import liger  # noqa: F401 - importing it registers
