@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pack text into token sequences of equal length: once and stored on disk, or while it is streamed."""
 
+import copy
 import hashlib
 import inspect
 import json
@@ -13,13 +14,14 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, List, Value, load_dataset
+from datasets.distributed import split_dataset_by_node
 from datasets.exceptions import DatasetGenerationError
 from fsspec.implementations.local import LocalFileSystem
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.file_download import REGEX_COMMIT_HASH
 from huggingface_hub.utils.sha import sha_fileobj
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 
@@ -317,30 +319,33 @@ def load_tokenized_rows(
 class PackedStream(IterableDataset):
     """Sequences for a causal language model, packed while a dataset is streamed, so that training starts at once.
 
-    They are the sequences of `load_packed_dataset` in the order of the dataset, without shuffling. At its end, the
-    dataset is read again from the beginning. Nothing is stored on disk. With several processes, the Trainer's main
-    process reads and distributes the sequences, so the result does not depend on the number of processes.
+    Each process, and each worker process of its data loader, reads and packs its own share of the dataset's files, in
+    their order. (If the number of files is not a multiple of `processes`, every process reads all files and keeps its
+    share of the documents.) At its end, a share is read again from the beginning. Nothing is stored on disk.
+    `torchdata.stateful_dataloader.StatefulDataLoader` saves and restores the place in it.
 
     Args:
         tokenizer: must have an `eos_token`, to end documents.
         length: sequence length in tokens.
-        sequences: total number of sequences, over all epochs.
-        held_out: number of sequences to skip at the beginning of the dataset.
-        state: a value of `state()` to resume from.
+        held_out: number of sequences to skip at the beginning of the first share.
+        process: index of this process.
+        processes: number of processes.
+        workers: number of worker processes of each process's data loader.
         dataset: see `read_documents`, as for `name`, `split`, `revision` and `column`.
 
     Raises:
-        ValueError: the tokenizer has no `eos_token`. When it is read: the text has no sequence after those held out, or
-            `read_documents` would fail.
+        ValueError: the tokenizer has no `eos_token`, or there are more workers than files for them. When it is read:
+            the share has no sequence after those held out, or `read_documents` would fail.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         length: int,
-        sequences: int,
         held_out: int = 0,
-        state: dict[str, Any] | None = None,
+        process: int = 0,
+        processes: int = 1,
+        workers: int = 0,
         *,
         dataset: str,
         name: str | None = None,
@@ -349,44 +354,47 @@ class PackedStream(IterableDataset):
         column: str = "text",
     ) -> None:
         check_tokenizer(tokenizer)
-        self.tokenizer, self.length, self.sequences, self.held_out = tokenizer, length, sequences, held_out
-        self.source = {"path": dataset, "name": name, "split": split, "revision": revision}
-        self.column = column
-        self.states = [state or {"sequences": 0, "rows": None, "rest": [], "skip": held_out * length}]
-
-    def __len__(self) -> int:
-        """Return the total number of sequences, including those before `state`."""
-        return self.sequences
+        self.tokenizer, self.length, self.column, self.workers = tokenizer, length, column, workers
+        rows = load_dataset(dataset, name, split=split, revision=revision, streaming=True)
+        self.rows = split_dataset_by_node(rows, process, processes)
+        self.held_out = 0 if process else held_out * length
+        self.place: dict[str, Any] | None = None
+        if workers > self.rows.num_shards:
+            raise ValueError(
+                f"`training.dataloader_num_workers` must be at most {self.rows.num_shards}, the number of files that "
+                f"each of {processes} processes reads, got {workers}."
+            )
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
-        del self.states[1:]
-        state = self.states[0]
-        done, rest, skip, row_state = state["sequences"], list(state["rest"]), state["skip"], state["rows"]
-        while done < self.sequences:
-            rows = load_dataset(**self.source, streaming=True)
-            if row_state is not None:
-                rows.load_state_dict(row_state)
-            empty = row_state is None
+        worker = get_worker_info()
+        share = self.rows  # `datasets` gives a worker its share of it
+        if worker is None and self.workers > 1:
+            share = share.shard(self.workers, 0, contiguous=False)  # the first worker's
+        beginning: dict[str, Any] = {"rows": None, "rest": [], "skip": 0 if worker and worker.id else self.held_out}
+        place = beginning if self.place is None else self.place
+        while True:
+            rows = copy.deepcopy(share)  # a state that is loaded stays
+            if place["rows"]:
+                rows.load_state_dict(place["rows"])
+            rest, skip, empty = list(place["rest"]), place["skip"], place is beginning
             for tokens in tokenized(iter_column(rows, self.column), self.tokenizer):
                 rest += tokens
                 start = min(skip, len(rest))
                 skip -= start
-                while start + self.length <= len(rest) and done < self.sequences:
-                    yield {"input_ids": rest[start : start + self.length]}
-                    start, done, empty = start + self.length, done + 1, False
+                while start + self.length <= len(rest):
+                    start, empty = start + self.length, False
+                    self.place = place | {"skip": start}  # tokens of `rest` and of the documents after `rows`
+                    yield {"input_ids": rest[start - self.length : start]}
                 del rest[:start]
-                self.states.append({"sequences": done, "rows": rows.state_dict(), "rest": rest.copy(), "skip": skip})
-                if done == self.sequences:
-                    return
+                place = {"rows": rows.state_dict(), "rest": rest.copy(), "skip": skip}
             if empty:
                 raise too_short(self.length, len(rest))
-            rest, skip, row_state = [], self.held_out * self.length, None
-            self.states.append({"sequences": done, "rows": None, "rest": [], "skip": skip})
+            place = beginning
 
-    def state(self, sequences: int) -> dict[str, Any]:
-        """Return the JSON state from which another stream resumes after `sequences`. Forgets earlier states."""
-        while len(self.states) > 1 and self.states[1]["sequences"] <= sequences:
-            del self.states[0]
-        state = self.states[0]
-        left_out = (sequences - state["sequences"]) * self.length  # tokens of the documents that are tokenized next
-        return state | {"sequences": sequences, "skip": state["skip"] + left_out}
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the place after the last sequence, as JSON."""
+        return self.place
+
+    def load_state_dict(self, place: dict[str, Any] | None) -> None:
+        """Go on at a place when the sequences are read next."""
+        self.place = place

@@ -8,13 +8,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from huggingface_hub.file_download import REGEX_COMMIT_HASH
+from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -50,6 +52,9 @@ RECORD = "pretraining.json"
 """File in the output folder with digests of the settings that must not change when a training is resumed. For text in a
 repository, it also has the branch or tag and the commit."""
 
+SHARES = "number of processes or `training.dataloader_num_workers`"
+"""In the record of a training on a stream: both, because each process, and each of its workers, has a place in it."""
+
 REVISION, COMMIT = "data.revision", "data.commit"
 
 OTHERS = ("checkpoint-*", "config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json", "*.bin")
@@ -63,11 +68,8 @@ def read_settings(path: Path) -> dict[str, Any]:
     settings["model"] = check_fields(settings["model"], fields, f"{path}: `model`")
     types = {field.name: field.type for field in dataclasses.fields(TrainingArguments)}
     settings["training"] = training = check_fields(settings["training"], types, f"{path}: `training`")
-    if settings["data"].get("streaming"):
-        if training.get("max_steps", 0) < 1:
-            raise ValueError(f"{path}: `data.streaming` needs `training.max_steps`, because a stream has no length.")
-        if training.get("dataloader_num_workers", 0) > 0:
-            raise ValueError(f"{path}: `training.dataloader_num_workers` must be 0 with `data.streaming`.")
+    if settings["data"].get("streaming") and training.get("max_steps", 0) < 1:
+        raise ValueError(f"{path}: `data.streaming` needs `training.max_steps`, because a stream has no length.")
     return settings
 
 
@@ -258,14 +260,13 @@ def make_record(settings: Mapping[str, Any], source: Mapping[str, Any], sequence
 
 
 class StreamCallback(TrainerCallback, ExportableState):
-    """Saves the position of a stream in a Trainer's trainer_state.json, and restores random states when resuming.
+    """Saves each process's place in its share in a Trainer's trainer_state.json, and restores random states.
 
-    `per_step` is the number of sequences per step over all processes.
+    `checkpoint` is the folder from which the Trainer resumes.
     """
 
-    def __init__(self, trainer: Trainer, stream: PackedStream, per_step: int, checkpoint: Path | None) -> None:
-        self.trainer, self.stream, self.per_step, self.checkpoint = trainer, stream, per_step, checkpoint
-        self.position = stream.states[0]
+    def __init__(self, trainer: "StreamTrainer", checkpoint: Path | None) -> None:
+        self.trainer, self.checkpoint = trainer, checkpoint
 
     def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the random states. With `ignore_data_skip` the Trainer does so before its data loader draws."""
@@ -274,13 +275,37 @@ class StreamCallback(TrainerCallback, ExportableState):
             self.checkpoint = None
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Store the stream's position, and set the epoch, which a resumed Trainer counts from 0."""
-        self.position = self.stream.state(state.global_step * self.per_step)  # forgets earlier positions
+        """Set the epoch, which a resumed Trainer counts from 0."""
         state.epoch = state.global_step / state.max_steps
 
     def state(self) -> dict[str, Any]:
         """Return the state that the Trainer saves."""
-        return {"args": {}, "attributes": {"stream": self.position}}
+        return {"args": {}, "attributes": {"places": self.trainer.places}}
+
+
+class StreamTrainer(Trainer):
+    """A Trainer whose processes read their own shares of a stream, from `places` on, one for each process."""
+
+    places: list[dict[str, Any]] | None = None
+
+    def get_train_dataloader(self) -> StatefulDataLoader:
+        """Load the batches of this process, in order."""
+        workers = self.args.dataloader_num_workers
+        self.loader = StatefulDataLoader(
+            self.train_dataset,
+            batch_size=self._train_batch_size,
+            collate_fn=self.data_collator,
+            num_workers=workers,
+            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+            prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
+        )
+        if self.places:
+            self.loader.load_state_dict(self.places[self.args.process_index])
+        return self.loader
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.places = gather_object([self.loader.state_dict()])  # that of a process after its last batch
+        super()._save_checkpoint(*args, **kwargs)
 
 
 def train(
@@ -294,20 +319,20 @@ def train(
 ) -> None:
     """Train, or resume, in a folder that no other run uses. `pretrain` makes the arguments from its file."""
     folder, length, data = Path(arguments.output_dir), settings["sequence_length"], settings["data"]
-    held_out, per_step = data.get("evaluation_sequences", 0), settings["tokens_per_step"] // length
+    held_out = data.get("evaluation_sequences", 0)
     checkpoint = last_checkpoint(folder)
     set_seed(arguments.seed)
     model = build_model(settings["model"], tokenizer, length, of_baseline)
 
     rows: Any
     evaluated: Any
-    if data.get("streaming"):
-        state = read_json(checkpoint / "trainer_state.json")["stateful_callbacks"] if checkpoint else {}
-        begin = state[StreamCallback.__name__]["attributes"]["stream"] if checkpoint else None
-        rows = PackedStream(tokenizer, length, arguments.max_steps * per_step, held_out, begin, **source)
-        evaluated = from_main_process(lambda: list(PackedStream(tokenizer, length, max(1, held_out), **source)))
+    if streaming := bool(data.get("streaming")):
+        share = {"processes": arguments.world_size, "workers": arguments.dataloader_num_workers, **source}
+        rows = PackedStream(tokenizer, length, held_out, arguments.process_index, **share)
+        first = islice(PackedStream(tokenizer, length, **share), max(1, held_out))
+        evaluated = from_main_process(lambda: list(first))
         probe = evaluated[0]
-        arguments.ignore_data_skip = True  # the stream restores its position itself
+        arguments.ignore_data_skip = True  # the stream goes on at its place
     else:
         with arguments.main_process_first(desc="tokenizing"):
             sequences = load_packed_dataset(tokenizer, length, cache_dir=data.get("cache_dir"), **source)
@@ -320,7 +345,7 @@ def train(
         rows, probe = sequences.select(range(trained)), sequences[-1]
         evaluated = sequences.select(range(trained, len(sequences))) if held_out else None
 
-    trainer = Trainer(
+    trainer = (StreamTrainer if streaming else Trainer)(
         model,
         arguments,
         data_collator=collate,
@@ -329,8 +354,11 @@ def train(
         processing_class=tokenizer,
         callbacks=[StopOnNonFiniteCallback(), *callbacks],
     )
-    if isinstance(rows, PackedStream):
-        trainer.add_callback(StreamCallback(trainer, rows, per_step, checkpoint))
+    if isinstance(trainer, StreamTrainer):
+        if checkpoint:
+            state = read_json(checkpoint / "trainer_state.json")["stateful_callbacks"]
+            trainer.places = state[StreamCallback.__name__]["attributes"]["places"]
+        trainer.add_callback(StreamCallback(trainer, checkpoint))
     if not of_baseline:  # a few hundred tokens suffice
         trainer.add_callback(DifferentialStatsCallback(trainer, torch.tensor([probe["input_ids"][:256]])))
     if arguments.should_save:
@@ -356,7 +384,8 @@ def pretrain(path: str | Path, of_baseline: bool = False, callbacks: Sequence[Tr
             `data`: the arguments of `read_documents` (`column: input_ids` for rows that are tokenized already, see
             `load_packed_dataset`), `max_tokens`, `cache_dir`, and `evaluation_sequences`, the number
             of sequences at the end that are held out for evaluation. With `streaming: true`, a `dataset` is packed
-            while it is read, see `PackedStream`, and the first sequences are held out;
+            while it is read, see `PackedStream`, and the first sequences are held out. Such a training resumes with as
+            many processes and `dataloader_num_workers` as it began;
             `sequence_length` and `tokens_per_step`, in tokens;
             `training`: fields of transformers' `TrainingArguments`.
         of_baseline: train the matched Transformer on the same tokens instead, in a folder with the suffix `-baseline`.
@@ -380,6 +409,8 @@ def pretrain(path: str | Path, of_baseline: bool = False, callbacks: Sequence[Tr
     source = from_main_process(lambda: resolve_source(fields, folder))
     stream = {"streaming": True} if settings["data"].get("streaming") else {}
     record = make_record(settings, source, fingerprint(tokenizer, settings["sequence_length"], **source, **stream))
+    if stream:
+        record[SHARES] = [arguments.world_size, arguments.dataloader_num_workers]
     check_folder(folder, record)
     with locked(folder, "set another `training.output_dir`") if arguments.should_save else nullcontext():
         train(settings, arguments, tokenizer, source, record, of_baseline, callbacks)

@@ -12,6 +12,7 @@ import pytest
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
+from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerFast
 
 from diffllama.training import load_packed_dataset, packing
@@ -277,31 +278,46 @@ def test_stream_has_the_packed_sequences_and_goes_on_after_any(suffix: str, monk
     folder = dataset(suffix)
     rows = load_packed_dataset(TOKENIZER, 8, dataset=folder)["input_ids"]
     assert len(rows) > 40
-    count = int(1.5 * len(rows))  # into the second epoch
-    expected = (2 * rows[5:])[:count]
+    expected = 3 * rows[5:]  # it is read again and again
 
-    def stream(**state: Any) -> packing.PackedStream:
-        return packing.PackedStream(TOKENIZER, 8, count, held_out=5, dataset=folder, **state)
+    def stream() -> packing.PackedStream:
+        return packing.PackedStream(TOKENIZER, 8, held_out=5, dataset=folder)
 
-    assert [row["input_ids"] for row in stream()] == expected
-    for done in (7, len(rows) - 6, len(rows) - 5, len(rows) + 9):
-        begun = stream()
-        ahead = list(islice(begun, done + 6))  # a Trainer reads ahead
-        assert len(ahead) == done + 6
-        state = json.loads(json.dumps(begun.state(done)))
-        again = stream(state=state)
-        assert [row["input_ids"] for row in again] == expected[done:], done
-        assert again.state(done) == state
+    assert [row["input_ids"] for row in islice(stream(), len(expected))] == expected
+    for done in (0, 7, len(rows) - 6, len(rows) - 5, len(rows) + 9):
+        begun, again = stream(), stream()
+        assert len(list(islice(begun, done))) == done
+        again.load_state_dict(json.loads(json.dumps(begun.state_dict())))
+        assert [row["input_ids"] for row in islice(again, len(expected) - done)] == expected[done:], done
+
+
+def test_each_process_and_each_of_its_workers_reads_its_own_files_and_goes_on_in_them() -> None:
+    for number in range(8):
+        write(f"shards/{number}.jsonl", *[" ".join([f"w{10 + number}"] * 7)] * 5)  # with its end, a sequence
+
+    def loader(process: int, workers: int) -> StatefulDataLoader:
+        stream = packing.PackedStream(TOKENIZER, 8, 3, process, 2, workers, dataset="shards")
+        return StatefulDataLoader(stream, batch_size=1, num_workers=workers, collate_fn=lambda rows: rows[0])
+
+    for workers in (0, 2):
+        read = [[row["input_ids"][0] - 10 for row in islice(loader(process, workers), 40)] for process in (0, 1)]
+        assert [sorted({*numbers}) for numbers in read] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+        assert read[0][:2] == ([0, 2] if workers else [0, 0])
+        assert [numbers.count(0) for numbers in read] == [6, 0]  # in three epochs, 3 of 5 being held out
+        begun, again = loader(0, workers), loader(0, workers)
+        ahead = [row["input_ids"][0] - 10 for row in islice(begun, 9)]
+        again.load_state_dict(json.loads(json.dumps(begun.state_dict())))
+        assert ahead + [row["input_ids"][0] - 10 for row in islice(again, 31)] == read[0]
 
 
 def test_stream_without_a_sequence_ends_with_the_reason() -> None:
     write("rows/a.jsonl", "w7 w8 w9")
     with pytest.raises(ValueError, match="at least one sequence of 8 tokens, got 4"):
-        list(packing.PackedStream(TOKENIZER, 8, 2, dataset="rows"))
+        list(packing.PackedStream(TOKENIZER, 8, dataset="rows"))
     with pytest.raises(ValueError, match="must have an `eos_token`"):
-        packing.PackedStream(
-            PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer), 8, 2, dataset="rows"
-        )
+        packing.PackedStream(PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer), 8, dataset="rows")
+    with pytest.raises(ValueError, match=r"`training\.dataloader_num_workers` must be at most 1, the number of files"):
+        packing.PackedStream(TOKENIZER, 8, workers=2, dataset="rows")
 
 
 def tokenized(name: str = "rows.parquet", length: int = 4, **columns: list[list[int]]) -> Dataset:

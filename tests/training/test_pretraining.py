@@ -181,8 +181,8 @@ def test_model_is_trained_further() -> None:
         pretrain(Path("further.yaml"), of_baseline=True)
 
 
-def killed(config: Path, owner: type, method: str, step: int, half_written: bool) -> None:
-    """Train in this process, and die when a method is called at a step."""
+def kill_at(owner: type, method: str, step: int, half_written: bool) -> None:
+    """Let this process die when a method is called at a step."""
     original = getattr(owner, method)
 
     def die(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +195,18 @@ def killed(config: Path, owner: type, method: str, step: int, half_written: bool
         return original(self, *args, **kwargs)
 
     setattr(owner, method, die)
+
+
+def killed(config: Path, *place: Any) -> None:
+    """Train in this process, and die at a place of `KILLS`."""
+    kill_at(*place)
     pretrain(config)
+
+
+def killed_while_recorded(config: Path, owner: type, method: str, step: int, half_written: bool) -> None:
+    """Do both in one of two processes. The process that does not write the state is killed by the other's end."""
+    kill_at(owner, method, step, half_written)
+    recorded(config)
 
 
 def kill(config: Path, owner: type, method: str, step: int, half_written: bool = False) -> None:
@@ -414,7 +425,6 @@ def test_streamed_run_learns_the_sequences_of_the_stream_in_order() -> None:
         ({"data": STREAMED["data"] | {"cache_dir": "x"}}, "`data.cache_dir` is not supported with `data.streaming`"),
         ({"data": STREAMED["data"] | {"column": "input_ids"}}, "`data.column` must have text with `data.streaming`"),
         ({"training": {"max_steps": -1}}, "`data.streaming` needs `training.max_steps`"),
-        ({"training": {"max_steps": 3, "dataloader_num_workers": 1}}, "`training.dataloader_num_workers` must be 0"),
     ],
 )
 def test_fields_that_contradict_streaming_are_named(changes: Any, message: str) -> None:
@@ -423,16 +433,125 @@ def test_fields_that_contradict_streaming_are_named(changes: Any, message: str) 
         read_settings(Path("mistake.yaml"))
 
 
-def test_example_for_many_gpus_starts() -> None:
-    """Only its sizes, text, tokenizer and devices are replaced."""
+def recorded(config: Path) -> None:
+    """Train, and append the step and the tokens of each batch to a file of this process."""
+    step = Trainer.training_step
+
+    def record(self: Trainer, model: Any, inputs: Any, *rest: Any) -> Any:
+        with Path(f"{config.stem}-{self.args.process_index}.jsonl").open("a") as file:
+            print(json.dumps([self.state.global_step, inputs["input_ids"].tolist()]), file=file)
+        return step(self, model, inputs, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "training_step", record)
+        pretrain(config)
+
+
+def batches(name: str, process: int) -> dict[int, list[Any]]:
+    """Return what a process learned in each step. After a restart, steps are learned again and must be the same."""
+    found: dict[int, list[Any]] = {}
+    for line in Path(f"{name}-{process}.jsonl").read_text().splitlines():
+        step, rows = json.loads(line)
+        again = found.setdefault(step, [])
+        assert rows not in again[2:], "a third batch in a step"
+        if rows not in again:
+            again.append(rows)
+    return found
+
+
+SHARED = STREAMED | {"model": MODEL}
+SHARED_TRAINING: dict[str, Any] = EVALUATED | {
+    "ddp_backend": "gloo", "per_device_train_batch_size": 2, "max_steps": 8, "dataloader_num_workers": 1
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shared(work: Path) -> list[dict[int, list[Any]]]:
+    """What each of two processes learned in an uninterrupted run."""
+    config = write("halves", SHARED, **SHARED_TRAINING)
+    call_in_processes(lambda: recorded(config), 2, work / "halves-store")
+    return [batches("halves", process) for process in (0, 1)]
+
+
+@pytest.mark.slow
+def test_each_of_two_processes_learns_its_own_file_in_order(shared: list[dict[int, list[Any]]]) -> None:
+    for process, held_out in ((0, 3), (1, 0)):
+        rows = load_packed_dataset(tiny_tokenizer(), 16, files=f"rows/{process}.jsonl")["input_ids"][held_out:]
+        steps = [(4 * rows)[i : i + 4] for i in range(0, 32, 4)]
+        assert shared[process] == {i: [step[:2], step[2:]] for i, step in enumerate(steps)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in KILLS if KILLS[name][2] in (1, 4, 6)])  # five places
+def test_two_killed_processes_go_on_with_the_same_batches(name: str, shared: list[dict[int, list[Any]]]) -> None:
+    config = write(f"halves-{name.replace(' ', '-')}", SHARED, **SHARED_TRAINING)
+    with pytest.raises(torch.multiprocessing.ProcessExitedException, match="SIGKILL"):
+        call_in_processes(lambda: killed_while_recorded(config, *KILLS[name]), 2, Path(f"{config}-1").absolute())
+    call_in_processes(lambda: recorded(config), 2, Path(f"{config}-2").absolute())
+    assert [batches(config.stem, process) for process in (0, 1)] == shared
+    assert same_weights(Path(config.stem), Path("halves"))
+
+
+def test_stream_goes_on_with_the_processes_and_workers_it_began_with(streamed: Path) -> None:
+    shutil.copytree(streamed, "other")
+    rule = r"has a different number of processes or `training\.dataloader_num_workers`\. Restore it"
+    config = write("other", STREAMED, **EVALUATED, dataloader_num_workers=1)
+    with pytest.raises(ValueError, match=rule):
+        pretrain(config)
+    config = write("other", STREAMED, **EVALUATED, per_device_train_batch_size=2)
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match=rule):
+        call_in_processes(lambda: pretrain(config), 2, Path("other-store").absolute())
+
+
+STARTS = """
+import os, sys
+from pathlib import Path
+from transformers import Trainer
+from diffllama.training import packing
+
+packing.BATCH = 1000  # as much of these small files as a million characters of a large one
+opened = os.open("opened", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+
+def audit(event, arguments):
+    if event == "open" and "shard-" in str(arguments[0]):
+        os.write(opened, f"{arguments[0]}\\n".encode())
+
+
+sys.addaudithook(audit)
+step = Trainer.training_step
+
+
+def first(self, *arguments):
+    files = set(Path("opened").read_text().split())
+    Path(f"first-step-{self.args.process_index}").write_text("\\n".join(files))
+    return step(self, *arguments)
+
+
+Trainer.training_step = first
+"""
+
+
+@pytest.mark.slow
+def test_example_for_many_gpus_starts_before_it_has_read_one_percent_of_its_text() -> None:
+    """On two processes. Only its sizes, text, tokenizer and devices are replaced."""
     settings = yaml.safe_load((ROOT / "examples/pretrain_3b.yaml").read_text())
     assert settings["data"]["streaming"] is True
     settings["model"] |= MODEL | {"num_key_value_heads": 2, "vocab_size": 97, "attn_implementation": "sdpa"}
-    settings |= {"tokenizer": "tokenizer", "tokens_per_step": 128, "sequence_length": 16}
-    settings["data"] |= {"dataset": "rows", "name": None}
-    settings["training"] |= {"output_dir": "example", "use_cpu": True, "bf16": False, "max_steps": 1}
+    settings |= {"tokenizer": "tokenizer", "tokens_per_step": 256, "sequence_length": 16}
+    settings["data"] |= {"dataset": "shards", "name": None}
+    settings["training"] |= {"output_dir": "example", "use_cpu": True, "bf16": False, "max_steps": 2}
+    settings["training"] |= {"ddp_backend": "gloo"}
     Path("example.yaml").write_text(yaml.safe_dump(settings))
-    assert len(history(pretrain(Path("example.yaml")), "train_loss")) == 1
+    Path("shards").mkdir()
+    for number in range(1000):
+        row = json.dumps({"text": " ".join(f"w{6 + (number + i * i) % 90}" for i in range(100))})
+        Path(f"shards/shard-{number:04d}.jsonl").write_text(20 * f"{row}\n")
+    subprocess_runner.run(STARTS + LAUNCH, "pretrain", "example.yaml", environment=os.environ)
+    assert len(history(Path("example"), "train_loss")) == 1
+    for process in (0, 1):
+        files = Path(f"first-step-{process}").read_text().split()
+        assert 2 <= len(files) < 10
 
 
 def test_changed_text_or_model_is_refused_on_resuming(whole: Path) -> None:
@@ -652,19 +771,12 @@ if child:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streaming", [False, True], ids=["files", "stream"])
-def test_two_processes_train_as_one_does(streaming: bool, whole: Path) -> None:
+def test_two_processes_train_as_one_does(whole: Path) -> None:
     """Both read the same file and share the tokens of a step."""
-    settings = STREAMED | {"model": MODEL} if streaming else SETTINGS  # without dropout
-    fields = EVALUATED if streaming else {}
-    alone = pretrain(write("one", settings, **fields)) if streaming else whole
-    config = write(f"two-{streaming}", settings, ddp_backend="gloo", **fields)
-    if streaming:
-        _, printed = subprocess_runner.run(LAUNCH, "pretrain", config, environment=os.environ)
-        assert printed.count(f"Wrote two-{streaming}") == 1
-    else:
-        call_in_processes(lambda: pretrain(config), 2, Path("store").absolute())
-    assert history(Path(f"two-{streaming}")) == pytest.approx(history(alone), rel=1e-5)
+    config = write("two", ddp_backend="gloo")
+    _, printed = subprocess_runner.run(LAUNCH, "pretrain", config, environment=os.environ)
+    assert printed.count("Wrote two") == 1
+    assert history(Path("two")) == pytest.approx(history(whole), rel=1e-5)
 
 
 def test_yaml_reads_exponents_as_numbers_and_no_as_text() -> None:
