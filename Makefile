@@ -18,13 +18,14 @@ BASE ?= main
 PACKAGES := checkpoints configuration conversion evaluation hub_cards modeling_diff training# installed folders
 TEXT ?=
 TRACKS ?= recall language# files in examples/study; also: gpu
+PARTS ?= # of benchmarks/gpu.py
 PROMPT ?=
 override PROMPT := $(value PROMPT)# as typed: a dollar sign is not a variable
 export PROMPT
 export HF_HUB_OFFLINE = 1
 unexport PYTHONDONTWRITEBYTECODE # otherwise every process would compile its imports again
 
-.PHONY: .cache/package kernel-repository help demo docs test test-oldest test-versions test-vllm test-transformers test-explorer test-gpu check lint types wheel check-wheel bench figure heal study clean
+.PHONY: .cache/package kernel-repository help demo docs test test-oldest test-versions test-vllm test-transformers test-explorer test-gpu gpu check lint types wheel check-wheel bench figure heal study clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list.
@@ -96,6 +97,9 @@ test-explorer: $(VENV)/.dev ## Test the explorer in headless Chromium, and take 
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device.
 	$(RUN) -m pytest -m gpu
+
+gpu: $(VENV)/.dev ## Run all that only a GPU can tell, into build/gpu: tests, times, which attention function to prefer. PARTS="..."
+	$(RUN) -m benchmarks.gpu build/gpu $(PARTS:%=--part %)
 
 check: lint types ## Check style, imports and types, and run the quick tests of files that differ from BASE=main.
 	$(RUN) tests/run_changed.py $(BASE) -q -n 2 --dist loadfile

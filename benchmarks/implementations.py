@@ -3,7 +3,6 @@
 """The implementations that benchmarks compare: models of the same sizes, each with several attention functions."""
 
 import copy
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -12,6 +11,11 @@ import torch
 import transformers
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
+from transformers.utils.import_utils import (
+    is_flash_attn_2_available,
+    is_flash_attn_3_available,
+    is_flash_attn_4_available,
+)
 
 from diffllama import DiffLlamaConfig, DiffLlamaForCausalLM
 from diffllama.configuration import SHARED_FIELDS, baseline, preset
@@ -33,7 +37,14 @@ NAMES = {
 DIFFERENTIAL: tuple[Architecture, ...] = ("v1", "v2", "v2-4to1")
 """Architectures of this package."""
 
-OURS = ("diff_attention", "sdpa", "flash_attention_2")
+FLASH = {
+    "flash_attention_2": is_flash_attn_2_available,
+    "flash_attention_3": is_flash_attn_3_available,
+    "flash_attention_4": is_flash_attn_4_available,
+}
+"""Attention function of flash-attn -> whether its version is installed and finds a GPU."""
+
+OURS = ("diff_attention", "sdpa", *FLASH)
 """Attention functions of `DIFFERENTIAL` architectures, where they are installed."""
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -185,9 +196,8 @@ def build(
 
 def available(implementation: str, setting: Setting) -> bool:
     """Tell whether an attention function is registered and supports the setting's device and dtype."""
-    if implementation.startswith("flash_attention"):
-        there = importlib.util.find_spec("flash_attn") is not None
-        return there and setting.device == "cuda" and setting.dtype != "float32"
+    if implementation in FLASH:
+        return FLASH[implementation]() and setting.device == "cuda" and setting.dtype != "float32"
     return implementation == "eager" or implementation in AttentionInterface().valid_keys()
 
 
@@ -214,7 +224,7 @@ def implementations(
                 f"Attention function {name!r} cannot run in {setting.dtype} on {setting.device}, or is not installed."
             )
     ours = attention or [name for name in OURS if available(name, setting)]
-    others = ["sdpa", *(name for name in ours if name.startswith("flash_attention"))]
+    others = ["sdpa", *(name for name in ours if name in FLASH)]
     sizes = llama(setting.shape, setting.groups)
     chosen = {*architectures, *(Implementation(name).reference.architecture for name in architectures)}
     return [

@@ -13,7 +13,7 @@ import yaml
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from benchmarks import conversion, serving
+from benchmarks import conversion, gpu, serving
 from benchmarks.command import app as benchmarks
 from diffllama.cli import app
 from diffllama.configuration import preset
@@ -72,7 +72,13 @@ def install(line: str) -> None:
 
 def benchmark(line: str) -> None:
     program, *words = shlex.split(line)[2:]
-    command = {"benchmarks": benchmarks, "benchmarks.conversion": conversion, "benchmarks.serving": serving}[program]
+    commands = {
+        "benchmarks": benchmarks,
+        "benchmarks.conversion": conversion,
+        "benchmarks.gpu": gpu,
+        "benchmarks.serving": serving,
+    }
+    command = commands[program]
     if program == "benchmarks":
         name, *words = words
         command = get_command(command).commands[name]
