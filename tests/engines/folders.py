@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 
 from diffllama.conversion.engine import convert
 from diffllama.memory import memory, read_config
-from support.tiny_models import tiny_model, tiny_tokenizer
+from support.tiny_models import tiny_model, tiny_tokenizer, tokens
 
 
 SIZES = {
@@ -56,6 +56,8 @@ def write(folder: Path) -> None:
         adapted.merge_and_unload().save_pretrained(folder / f"{variant}-merged")
         tiny_tokenizer().save_pretrained(folder / f"{variant}-merged")
     convert(smollm2_gguf(), folder / "smollm2", source="llama", dtype="float32", verify=False)
+    prompts = [tokens(1, length, seed=length)[0].tolist() for length in (3, 90, 17)]
+    (folder / "prompts.json").write_text(json.dumps(prompts))
     estimate = memory(read_config(folder / "smollm2"), context=1)
     (folder / "memory.json").write_text(json.dumps({"cache_per_token": estimate.cache_per_token}))
 
