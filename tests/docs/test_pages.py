@@ -30,6 +30,7 @@ RUN_ELSEWHERE = {
     "diffllama --install-completion": "tests/package/test_cli.py",
     "diffllama explore": "tests/explorer/test_browser.py",
     "diffllama serve": "tests/package/test_serving.py",
+    "lm_eval --model vllm": "tests/engines/test_lm_eval.py",
     "hf upload": "tests/explorer/test_space.py",
     "vllm serve": "tests/engines/test_server.py",
     "wc -l": "tests/test_security.py",
