@@ -139,6 +139,7 @@ def draw_bars(axes: Axes, results: Mapping[str, Any], rows: Sequence[Row], name:
         for arm in results["parameters"]
     }
     bars(axes, [str(row["condition"][name]) for row in rows], ranges)
+    axes.margins(y=0.4)  # room for the legend above the bars
 
 
 def draw_curves(results: Mapping[str, Any], figure: Figure) -> None:
