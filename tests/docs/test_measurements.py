@@ -127,6 +127,19 @@ def conversion_table() -> Table:
     }
 
 
+def quantized_table() -> Table:
+    """Return size, perplexity and speed of each folder, whose name is the model's and that of the recipe."""
+    return {
+        row["folder"].replace("-", ", "): {
+            "weights, MB": f"{row['mb']:.0f}",
+            "perplexity": f"{row['perplexity']:.2f}",
+            "tokens/s read": f"{row['read_per_second']:,.0f}",
+            "tokens/s written": f"{row['written_per_second']:.1f}",
+        }
+        for row in REPORTS["quantized"]
+    }
+
+
 def healing_table() -> Table:
     """Return accuracy, loss on held-out answers, and how far the maps are apart, of each arm, for each seed."""
     heal = REPORTS["heal"]
@@ -157,6 +170,7 @@ TABLES: dict[str, tuple[Path, str, Callable[[], Table]]] = {
     "memory": (PERFORMANCE, "peak memory, MB", memory_table),
     "servers": (PERFORMANCE, "clients", serving_table),
     "conversion": (PERFORMANCE, "case", conversion_table),
+    "quantized": (PERFORMANCE, "in vLLM", quantized_table),
     "training a conversion": (ROOT / "docs/fine_tune.md", "trained", healing_table),
 }
 
