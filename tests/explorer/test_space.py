@@ -46,7 +46,7 @@ def test_card_tells_the_hub_how_to_start_it(written: Path) -> None:
     assert (written / card.app_file).is_file()
     assert card.sdk_version
     lines = (written / "requirements.txt").read_text().splitlines()
-    assert any(line.startswith("transformers<6") for line in lines)
+    assert any(line.startswith("transformers<5.24") for line in lines)
     assert any(line.startswith("plotly") for line in lines)
     assert not any(line.startswith("gradio") for line in lines)
     assert not any("extra ==" in line for line in lines)
