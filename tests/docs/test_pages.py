@@ -42,6 +42,7 @@ NEEDS = {
     "needs the Hub": "tests/test_publishing.py",
     "needs 8 GPUs": "tests/training/test_processes.py",
     "needs llm-compressor": "tests/engines/quantize.py",
+    "needs torchao": "tests/package/test_torchao.py",
     "needs vLLM": "tests/engines/test_server.py",
     "needs a running server": "tests/support/openai_server_suite.py",
 }

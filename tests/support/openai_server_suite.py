@@ -37,7 +37,7 @@ def documented_command(program: str, folder: Path, port: int) -> list[str]:
 
 def documented_client(server: Server) -> str:
     """Run the documented client and return its output."""
-    (block,) = blocks(PAGE, "py")
+    (block,) = [block for block in blocks(PAGE, "py") if block.title == "needs a running server"]
     code = block.text.replace("http://localhost:8000", server.url)
     code, count = re.subn(r"model = .*", f"model = {server.model!r}", code)
     assert count == 1
