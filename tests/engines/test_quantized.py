@@ -32,6 +32,6 @@ def test_log_probabilities_are_those_of_the_rounded_model(name: str, recipe: str
         for ids, output in zip(prompts, outputs, strict=True)
     ]
     assert error(truth["rounded"], truth["plain"]) > 0.01
-    assert error(found, truth["rounded"]) < 0.05  # bfloat16 alone is off by 0.02
+    assert error(found, truth["rounded"]) < 0.08  # bfloat16; another recipe is off by 0.25 or more
     if recipe == "W4A16":
         assert error(found, truth["rounded"]) < 0.3 * error(found, truth["plain"])
