@@ -329,8 +329,7 @@ def train(
     if streaming := bool(data.get("streaming")):
         share = {"processes": arguments.world_size, "workers": arguments.dataloader_num_workers, **source}
         rows = PackedStream(tokenizer, length, held_out, arguments.process_index, **share)
-        first = islice(PackedStream(tokenizer, length, **share), max(1, held_out))
-        evaluated = from_main_process(lambda: list(first))
+        evaluated = from_main_process(lambda: list(islice(PackedStream(tokenizer, length, **share), max(1, held_out))))
         probe = evaluated[0]
         arguments.ignore_data_skip = True  # the stream goes on at its place
     else:
